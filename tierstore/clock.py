@@ -1,0 +1,41 @@
+"""The clock, injected everywhere: wall time steers policy, monotonic time steers deadlines, neither steers safety."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime, timezone
+from typing import Protocol
+
+__all__ = ["Clock", "SystemClock", "parse_utc", "utc_text"]
+
+
+class Clock(Protocol):
+    """What the code may know about time."""
+
+    def now(self) -> datetime:
+        """The aware UTC wall time."""
+
+    def monotonic(self) -> float:
+        """Seconds of a clock that never goes back."""
+
+
+class SystemClock:
+    """The machine's clocks."""
+
+    def now(self) -> datetime:
+        return datetime.now(timezone.utc)
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+
+def utc_text(at: datetime) -> str:
+    """Writes an aware time as ``2026-11-29T16:30:00.123456Z``."""
+    if at.tzinfo is None:
+        raise ValueError("times are aware UTC")
+    return at.astimezone(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def parse_utc(text: str) -> datetime:
+    """Reads what `utc_text` wrote; raises ValueError on anything else."""
+    return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=timezone.utc)

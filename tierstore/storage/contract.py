@@ -1,0 +1,136 @@
+"""The one contract of every storage: bytes in one place, by relative path.
+
+Rules (each has a test in `tierstore.testing.conformance`):
+
+- A path is relative, ``/``-separated and already validated; a storage never leaves its root.
+- `write` and `put` are atomic: under `path` there is the old content or all of the new, at every instant and after
+  every crash. On any failure nothing is published and nothing is left behind (temporaries, multipart uploads).
+- When `write`, `put`, `create` or `delete` return, the effect is durable, as far as the storage can make it so.
+- Reads are exact: a short answer is an error, a zero-length read never reaches the storage.
+- Errors are `tierstore.errors` only; the underlying exception is the ``__cause__``. `retryable` errors were retried
+  inside already. Names in errors are full, credentials never are.
+- Coroutines run on any event loop; an instance builds its clients anew on a new loop or in a new process, and is picklable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Protocol
+
+__all__ = ["Capabilities", "FileInfo", "Listing", "Source", "Storage"]
+
+
+class Source(Protocol):
+    """Bytes to be written, pulled by the storage in ranges: in any order, concurrently, again on a retry."""
+
+    @property
+    def nbytes(self) -> int:
+        """The exact length, in bytes."""
+
+    async def read(self, offset: int, nbytes: int) -> memoryview:
+        """Exactly `nbytes` bytes at `offset`. The view stays valid and constant until the write has ended.
+
+        Raises:
+            IntegrityError: The bytes are not what was promised; the write is abandoned.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileInfo:
+    """What a storage says of a file. Times are the storage's own and steer nothing that matters."""
+
+    path: str
+    nbytes: int
+    modified_at: datetime | None = None
+    etag: str = ""
+    checksum: str = ""
+    """What the server computed and returned, e.g. ``sha256:<base64>`` or ``sha256:<base64>-<parts>``; empty if it has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """One level of a listing, in no particular order: files, and the names of folders directly below."""
+
+    files: tuple[FileInfo, ...]
+    folders: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a storage can do beyond the contract's minimum."""
+
+    create: bool
+    """Create-if-absent has one winner: the storage can be an authority (claimed; `doctor --probe` proves it)."""
+    checksums: bool
+    """The server checks and returns checksums of uploads."""
+    part_nbytes: int
+    """The unit in which `write` pulls its source, in bytes; a whole number of MiB."""
+    local: bool
+    """Files are reachable through the operating system (`local_path`)."""
+
+
+class Storage(Protocol):
+    """One place that keeps bytes. All methods but `local_path` are coroutines."""
+
+    @property
+    def uri(self) -> str:
+        """Where it is, without credentials."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    async def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """The bytes ``[offset, offset + nbytes)``, or to the end; exactly as many.
+
+        Raises:
+            NotFoundError: There is no such file.
+            IntegrityError: The file is shorter than asked.
+        """
+
+    async def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fills `buffer` (writable, contiguous bytes) from `offset`; raises as `read` does. No other copy where avoidable."""
+
+    async def write(self, path: str, source: Source) -> FileInfo:
+        """Writes `source` under `path` atomically and durably, replacing what is there; returns what the storage says of it."""
+
+    async def put(self, path: str, data: bytes) -> FileInfo:
+        """`write` for a small document in memory."""
+
+    async def create(self, path: str, data: bytes) -> None:
+        """Creates `path` with exactly `data`, if absent: one winner among any number of racers (PROTOCOLS.md §3).
+
+        `data` is not empty and contains a nonce of the caller's, so that equal bytes mean "mine": finding exactly `data`
+        there is a success (a lost acknowledgement of our own write).
+
+        Raises:
+            ConflictError: It exists with other bytes, given as ``context["existing"]``.
+            OutcomeUnknownError: The request was sent, its answer lost, and the name can't be read back.
+        """
+
+    async def stat(self, path: str) -> FileInfo:
+        """Size and server-side facts, never from a cache.
+
+        Raises:
+            NotFoundError: There is no such file.
+        """
+
+    async def list(self, folder: str = "") -> list[FileInfo]:
+        """Every file below `folder`, at any depth (``""``: the root), temporaries of `names.TMP` left out; empty if absent."""
+
+    async def children(self, folder: str = "") -> Listing:
+        """One level of `folder`: its files and the names of its sub-folders; empty if absent."""
+
+    async def delete(self, paths: Sequence[str]) -> None:
+        """Removes files, durably; a missing one is fine. Folders that became empty vanish. Batched where the storage can."""
+
+    async def free_nbytes(self) -> int | None:
+        """Free space in bytes, or None where that has no meaning."""
+
+    def local_path(self, path: str) -> Path | None:
+        """The operating system's path, or None for a remote storage."""
+
+    async def close(self) -> None:
+        """Ends clients and pools; idempotent."""
