@@ -1,0 +1,58 @@
+"""tierstore: tiered, verified checkpoints for large training runs.
+
+The names below are the public API. They are loaded when first used, so that ``import tierstore`` costs nothing and
+the command line starts without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tierstore.config import StoreConfig, load_config
+    from tierstore.errors import TierStoreError
+    from tierstore.format.objects import ObjectCodecs
+    from tierstore.state.lazy import Checkpoint, LazyTensor
+    from tierstore.state.load import LoadOptions
+    from tierstore.store import Store, open
+    from tierstore.tiers.ticket import Ticket
+
+__all__ = [
+    "Checkpoint",
+    "LazyTensor",
+    "LoadOptions",
+    "ObjectCodecs",
+    "Store",
+    "StoreConfig",
+    "Ticket",
+    "TierStoreError",
+    "__version__",
+    "load_config",
+    "open",
+]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Checkpoint": "tierstore.state.lazy",
+    "LazyTensor": "tierstore.state.lazy",
+    "LoadOptions": "tierstore.state.load",
+    "ObjectCodecs": "tierstore.format.objects",
+    "Store": "tierstore.store",
+    "StoreConfig": "tierstore.config",
+    "Ticket": "tierstore.tiers.ticket",
+    "TierStoreError": "tierstore.errors",
+    "load_config": "tierstore.config",
+    "open": "tierstore.store",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tierstore' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
