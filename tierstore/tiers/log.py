@@ -1,0 +1,195 @@
+"""The log of an attempt: write-once numbered records on the authority, appended by winning the next number (PROTOCOLS.md §2, §3).
+
+Record ``000000`` is the attempt's fate, ``committed`` or ``condemned``, and the one who creates it decides (`models/model_gc.py`: the
+arbiter). Every later decision is the next number; whoever loses it reads what happened and decides anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tierstore.clock import Clock
+from tierstore.errors import ConflictError, IntegrityError, NotFoundError, RefusedError
+from tierstore.format.record import Record, decode_record, encode_record
+from tierstore.names import Attempt
+from tierstore.storage.contract import Storage
+
+__all__ = ["actor_name", "append", "decide_fate", "new_nonce", "read_fate", "read_log", "read_record", "record_seq"]
+
+MAX_RECORD_NBYTES = 8 << 20
+_LEAF = re.compile(r"(\d{6})\.json")
+
+
+def actor_name() -> str:
+    """Who writes: host and process, for people that read a log."""
+    return f"{platform.node() or 'unknown'}:{os.getpid()}"
+
+
+def new_nonce() -> str:
+    """128 random bits: equal bytes in storage mean that this very write made them."""
+    return secrets.token_hex(16)
+
+
+def record_seq(leaf: str) -> int | None:
+    """The number in a record's file name, or None for any other name."""
+    found = _LEAF.fullmatch(leaf)
+    return int(found[1]) if found else None
+
+
+async def read_record(storage: Storage, attempt: Attempt, seq: int) -> Record:
+    """Reads one record.
+
+    Raises:
+        NotFoundError: There is none with that number.
+        IntegrityError: It can't be parsed, or holds another number than its name; the message names its path.
+    """
+    path = attempt.record_path(seq)
+    return parse_record(await storage.read(path), path, seq)
+
+
+def parse_record(data: bytes, path: str, seq: int) -> Record:
+    """Decodes a record's bytes and checks that they belong under `path`."""
+    if len(data) > MAX_RECORD_NBYTES:
+        raise IntegrityError(
+            f"the log record {path} has {len(data)} bytes", hint="it is foreign or damaged: run `tierstore verify`", file=path
+        )
+    try:
+        record = decode_record(data)
+    except IntegrityError as error:
+        raise type(error)(f"the log record {path}: {error.message}", hint=error.hint, file=path) from error
+    if record.seq != seq:
+        raise IntegrityError(f"the log record {path} says that it is number {record.seq}", hint="run `tierstore verify`", file=path)
+    return record
+
+
+async def read_fate(storage: Storage, attempt: Attempt) -> Record | None:
+    """Record ``000000`` of an attempt, or None while its fate is open."""
+    try:
+        return await read_record(storage, attempt, 0)
+    except NotFoundError:
+        return None
+
+
+async def read_log(storage: Storage, attempt: Attempt) -> tuple[Record, ...]:
+    """All records of an attempt, in order; empty if its fate is open.
+
+    The listing only says where to begin: the end is found by asking for the next number until there is none, for some shared file
+    systems list late (PROTOCOLS.md §1).
+
+    Raises:
+        IntegrityError: A record is missing in the middle, or can't be parsed.
+    """
+    listed = await storage.list(attempt.log_folder)
+    numbers = [seq for info in listed if (seq := record_seq(info.path.rpartition("/")[2])) is not None]
+    known = max(numbers, default=-1) + 1
+    try:
+        records = list(await asyncio.gather(*(read_record(storage, attempt, seq) for seq in range(known))))
+    except NotFoundError as error:
+        raise IntegrityError(
+            f"the log {attempt.log_folder} on {storage.uri} has records up to {known - 1}, but one before it is missing",
+            hint="run `tierstore verify`; `tierstore recover` rebuilds a log from the replicas",
+            run=attempt.run,
+            step=attempt.step,
+        ) from error
+    while True:
+        try:
+            records.append(await read_record(storage, attempt, len(records)))
+        except NotFoundError:
+            return tuple(records)
+
+
+async def append(
+    storage: Storage,
+    attempt: Attempt,
+    kind: str,
+    data: Mapping[str, Any],
+    *,
+    clock: Clock,
+    after: int | None = None,
+    allow: Callable[[Sequence[Record]], bool] | None = None,
+    actor: str | None = None,
+) -> Record:
+    """Appends a decision by winning the next number; after a lost race it reads again and decides again.
+
+    Args:
+        storage: The authority's storage.
+        attempt: Whose log.
+        kind: One of the kinds of PROTOCOLS.md §2, other than the two fates.
+        data: The decision's facts, JSON.
+        clock: Dates the record.
+        after: The number of the last record that the decision was made upon; if the log has grown since, it is not made.
+        allow: The decision's precondition, asked of all records before each try.
+        actor: Who decides; host and process by default.
+
+    Raises:
+        NotFoundError: The attempt has no fate yet: there is nothing to decide about.
+        ConflictError: The log has grown past `after`.
+        RefusedError: `allow` said no.
+        OutcomeUnknownError: The answer was lost and the record can't be read back.
+    """
+    nonce = new_nonce()
+    while True:
+        records = await read_log(storage, attempt)
+        if not records:
+            raise NotFoundError(
+                f"{attempt.log_folder} on {storage.uri} has no commit record",
+                hint="only a committed checkpoint can be decided about: see `tierstore status`",
+                run=attempt.run,
+                step=attempt.step,
+            )
+        if after is not None and records[-1].seq != after:
+            raise ConflictError(
+                f"the log {attempt.log_folder} has grown from {after} to {records[-1].seq} since it was read",
+                hint="read it again and decide again",
+                run=attempt.run,
+                step=attempt.step,
+            )
+        if allow is not None and not allow(records):
+            raise RefusedError(
+                f"{kind!r} no longer holds for step {attempt.step} of run {attempt.run!r}: its log ends with {records[-1].kind!r}",
+                hint="`tierstore show` prints the checkpoint's log",
+                run=attempt.run,
+                step=attempt.step,
+            )
+        record = Record(seq=len(records), kind=kind, at=clock.now(), nonce=nonce, actor=actor or actor_name(), data=dict(data))
+        try:
+            await storage.create(attempt.record_path(record.seq), encode_record(record))
+        except ConflictError:
+            continue  # someone else won this number: see what they decided
+        return record
+
+
+async def decide_fate(
+    storage: Storage, attempt: Attempt, kind: str, data: Mapping[str, Any], clock: Clock, *, actor: str | None = None
+) -> Record:
+    """Creates ``000000``: the commit point, with one winner among any number of racers (PROTOCOLS.md §4.5).
+
+    Args:
+        storage: The authority's storage.
+        attempt: Whose fate.
+        kind: ``committed`` or ``condemned``.
+        data: The facts: the manifest's digest, or the reason.
+        clock: Dates the record.
+        actor: Who decides; host and process by default.
+
+    Returns:
+        The record that decides: ours, or the one of whoever was first. The caller looks at its kind.
+
+    Raises:
+        IntegrityError: There is a record that can't be parsed.
+        OutcomeUnknownError: The answer was lost and the record can't be read back.
+    """
+    path = attempt.record_path(0)
+    record = Record(seq=0, kind=kind, at=clock.now(), nonce=new_nonce(), actor=actor or actor_name(), data=dict(data))
+    try:
+        await storage.create(path, encode_record(record))
+    except ConflictError as lost:
+        existing = lost.context.get("existing")
+        return parse_record(bytes(existing) if existing is not None else await storage.read(path), path, 0)
+    return record
