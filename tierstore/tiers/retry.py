@@ -30,9 +30,9 @@ def judge(error: BaseException) -> Verdict:
         return Verdict.WAIT
     if isinstance(error, (TierFullError, OutcomeUnknownError)) or (isinstance(error, TierStoreError) and error.retryable):
         return Verdict.RETRY
-    if isinstance(error, (StorageError, OSError)) and not isinstance(error, TierStoreError):
+    if isinstance(error, StorageError) or (isinstance(error, OSError) and not isinstance(error, TierStoreError)):
         return Verdict.REPORT
-    return Verdict.REPORT if isinstance(error, StorageError) else Verdict.FAIL
+    return Verdict.FAIL
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,0 +1,164 @@
+"""What the tiers hold of one attempt: the state that promotion is computed from (there is no journal)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tierstore.errors import IntegrityError, StorageError
+from tierstore.format.receipt import Receipt, decode_receipt
+from tierstore.format.record import Record
+from tierstore.names import MANIFEST, Attempt
+from tierstore.tiers.log import read_log
+from tierstore.tiers.tier import Tier, Tiers
+
+__all__ = ["AttemptView", "LogState", "further", "observe", "read_state", "staging"]
+
+log = logging.getLogger(__name__)
+
+_RECEIPT = re.compile(r"receipt-(\d{5})\.json")
+_PART = re.compile(r"part-(\d{5})\.safetensors")
+
+
+def staging(tiers: Tiers) -> tuple[Tier, ...]:
+    """The tiers before the authority, nearest first: where parts lie with receipts until the attempt is committed."""
+    names = [t.name for t in tiers.tiers]
+    return tiers.tiers[: names.index(tiers.authority.name)]
+
+
+def further(tiers: Tiers) -> tuple[Tier, ...]:
+    """The tiers after the authority, in order: where committed checkpoints are promoted to."""
+    names = [t.name for t in tiers.tiers]
+    return tiers.tiers[names.index(tiers.authority.name) + 1 :]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogState:
+    """What an attempt's log says at its end."""
+
+    fate: Record | None = None
+    """Record 000000: committed or condemned."""
+    replicated: Mapping[str, Record]
+    """Tier → the record that made its copy count; evicted copies are not here."""
+    evicted: frozenset[str] = frozenset()
+    quarantined: frozenset[tuple[str, str]] = frozenset()
+    """(tier, file) whose bytes were found damaged."""
+    hidden: bool = False
+    """Expired and not revived, or swept."""
+
+    @property
+    def committed(self) -> bool:
+        return self.fate is not None and self.fate.kind == "committed"
+
+    @property
+    def condemned(self) -> bool:
+        return self.fate is not None and self.fate.kind == "condemned"
+
+
+def read_state(records: tuple[Record, ...]) -> LogState:
+    """Folds a log into its state (PROTOCOLS.md §2, §5, §6). Pure."""
+    replicated: dict[str, Record] = {}
+    evicted: set[str] = set()
+    quarantined: set[tuple[str, str]] = set()
+    hidden = False
+    fate = records[0] if records and records[0].seq == 0 else None
+    for record in records:
+        tier = str(record.data.get("tier", ""))
+        if record.kind == "replicated":
+            replicated[tier] = record
+            evicted.discard(tier)
+            quarantined = {(t, f) for t, f in quarantined if t != tier}
+        elif record.kind in ("evicting", "evicted"):
+            replicated.pop(tier, None)
+            evicted.add(tier)
+        elif record.kind == "quarantined":
+            quarantined.add((tier, str(record.data.get("file", ""))))
+        elif record.kind in ("expired", "swept"):
+            hidden = True
+        elif record.kind in ("revived", "pinned", "tagged"):
+            hidden = False
+    return LogState(
+        fate=fate,
+        replicated=replicated,
+        evicted=frozenset(evicted),
+        quarantined=frozenset(quarantined),
+        hidden=hidden or any(r.kind == "swept" for r in records),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptView:
+    """One attempt as the tiers show it at one moment."""
+
+    attempt: Attempt
+    records: tuple[Record, ...]
+    log: LogState
+    receipts: Mapping[str, Mapping[int, Receipt]]
+    """Staging tier → rank → its receipt; a tier that could not be read is left out."""
+    documented: frozenset[str]
+    """Staging tiers that have the manifest and their copy of the commit record."""
+    parts: frozenset[int]
+    """Ranks whose part record is on the authority."""
+    world_size: int | None
+    """As the receipts say; None where there is no receipt to read."""
+
+    def ranks(self, tier: str) -> frozenset[int]:
+        return frozenset(self.receipts.get(tier, {}))
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Ranks that have not reported to the authority, as far as the world size is known."""
+        return tuple(r for r in range(self.world_size or 0) if r not in self.parts)
+
+
+async def observe(tiers: Tiers, attempt: Attempt, *, world_size: int | None = None) -> AttemptView:
+    """Looks at one attempt on the staging tiers and the authority (further tiers are known from the authority's log).
+
+    Raises:
+        StorageError: The authority can't be read. A staging tier that can't be read is passed over with a warning: what it holds
+            is moved when it comes back.
+    """
+    nodes = staging(tiers)
+    looks = [_look(tier, attempt) for tier in nodes]
+    found = await asyncio.gather(*looks)
+    records = await read_log(tiers.authority.storage, attempt)
+    state = read_state(records)
+    parts: frozenset[int] = frozenset()
+    if state.fate is None:
+        listing = await tiers.authority.storage.children(attempt.folder)
+        parts = _numbers(_PART, [f.path for f in listing.files])
+    receipts = {tier.name: held for tier, (held, _) in zip(nodes, found, strict=True)}
+    sizes = {r.world_size for held in receipts.values() for r in held.values()}
+    return AttemptView(
+        attempt=attempt,
+        records=records,
+        log=state,
+        receipts=receipts,
+        documented=frozenset(tier.name for tier, (_, documented) in zip(nodes, found, strict=True) if documented),
+        parts=parts,
+        world_size=world_size if world_size is not None else next(iter(sizes)) if len(sizes) == 1 else None,
+    )
+
+
+async def _look(tier: Tier, attempt: Attempt) -> tuple[dict[int, Receipt], bool]:
+    held: dict[int, Receipt] = {}
+    try:
+        logs = await tier.storage.children(attempt.log_folder)
+        names = [f.path for f in logs.files]
+        for rank in sorted(_numbers(_RECEIPT, names)):
+            held[rank] = decode_receipt(await tier.storage.read(attempt.receipt_path(rank)))
+        if attempt.record_path(0) not in names:
+            return held, False
+        files = await tier.storage.children(attempt.folder)
+        return held, attempt.path(MANIFEST) in [f.path for f in files.files]
+    except (StorageError, IntegrityError) as error:
+        log.warning("tier=%s checkpoint=%s can't be looked at: %s", tier.name, attempt.folder, error.message)
+        return held, False
+
+
+def _numbers(pattern: re.Pattern[str], paths: list[str]) -> frozenset[int]:
+    found = (pattern.fullmatch(path.rpartition("/")[2]) for path in paths)
+    return frozenset(int(m[1]) for m in found if m)
