@@ -106,7 +106,9 @@ class Storage(Protocol):
         there is a success (a lost acknowledgement of our own write).
 
         Raises:
+            UsageError: `data` is empty.
             ConflictError: It exists with other bytes, given as ``context["existing"]``.
+            StorageError: The storage can't do it (`Capabilities.create` is False); nothing was written.
             OutcomeUnknownError: The request was sent, its answer lost, and the name can't be read back.
         """
 
