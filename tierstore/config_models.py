@@ -1,0 +1,242 @@
+"""The configuration as values: tiers, saving, resources, and the checks across them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from tierstore.config_mistakes import Mistake, MistakesError, redact
+from tierstore.config_retention import Override, RetentionConfig
+from tierstore.config_uris import default_durable, normal_uri, overlaps
+from tierstore.config_values import Count, Duration, Model, Rate, Size, Text, one_of
+from tierstore.names import check_run
+
+__all__ = ["AutoEvery", "IoConfig", "SaveConfig", "SaveEvery", "StoreConfig", "TierConfig"]
+
+_TIER_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
+_LEVELS = ("staged", "committed", "durable")
+_MIN_BLOCK, _MAX_BLOCK = 4096, 8 * 2**20
+
+
+class TierConfig(Model):
+    """One place that keeps checkpoints."""
+
+    name: Text
+    uri: Annotated[Text, Field(examples=["s3://bucket/prefix"])]
+    """An absolute path or ``scheme://…``, in normal form, never with credentials."""
+    scope: Literal["node", "shared"]
+    durable: bool
+    """Whether it survives a power loss; in a document the default is False for ``/dev/shm`` and ``memory://``, else True."""
+    capacity: Size | None = None
+    """Bytes that the tier may hold; None: what its storage has."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Handed to the storage as they are. May hold credentials: never shown."""
+    codec: Literal["raw", "zstd"] = "raw"
+    max_bandwidth: Rate | None = None
+    """Bytes per second for uploads; None: no limit."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _durable_by_uri(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "durable" not in value and isinstance(value.get("uri"), str):
+            return {**value, "durable": default_durable(value["uri"])}
+        return value
+
+    @field_validator("name")
+    @classmethod
+    def _usable_name(cls, name: str) -> str:
+        if not _TIER_NAME.fullmatch(name):
+            raise ValueError("a tier's name has up to 40 lower-case letters, digits, '-' and '_'")
+        if name in _LEVELS:
+            raise ValueError(f"{name!r} is a level that a ticket waits for, not a name for a tier")
+        return name
+
+    @field_validator("uri", mode="before")
+    @classmethod
+    def _normal_uri(cls, uri: Any) -> str:
+        return normal_uri(uri)
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, redact(value) if name == "options" else value
+
+
+class AutoEvery(Model):
+    """An interval computed from the cost of a save and the mean time between failures, in seconds."""
+
+    mtbf_s: Duration = Field(alias="mtbf")
+
+
+class SaveEvery(Model):
+    """When a save is due: exactly one field is set."""
+
+    steps: Count | None = None
+    seconds: Annotated[float, Field(gt=0, le=10**9, allow_inf_nan=False, examples=[600])] | None = None
+    auto: AutoEvery | None = None
+
+    @model_validator(mode="after")
+    def _has_one_key(self) -> SaveEvery:
+        one_of(self, "every")
+        return self
+
+
+class SaveConfig(Model):
+    """How saving behaves."""
+
+    every: SaveEvery | None = None
+    on_error: Literal["raise", "warn"] = "raise"
+    backlog: Literal["block", "skip_oldest"] = "block"
+    commit_timeout_s: Duration = Field(1800.0, alias="commit_timeout")
+    """How long the committer waits for every rank's part before it condemns the attempt."""
+
+
+class IoConfig(Model):
+    """What background work may use."""
+
+    threads: Annotated[Count, Field(le=256)] = 4
+    """Threads that hash and read or write local files."""
+    concurrency: Annotated[Count, Field(le=1024)] = 16
+    """Requests in flight to one remote storage."""
+    block_nbytes: Size = Field(2**20, alias="block_size")
+    """The unit of hashing and verified reading: a power of two from 4 KiB to 8 MiB."""
+    max_inflight: Size = 2**30
+    """Bytes of saves that may wait in memory."""
+    request_timeout_s: Duration = Field(60.0, alias="request_timeout")
+    """How long one request may take to connect or to answer."""
+    stall_timeout_s: Duration = Field(120.0, alias="stall_timeout")
+    """How long a transfer may make no progress before it is broken off and tried again."""
+    attempts: Annotated[Count, Field(le=100)] = 6
+    """How often a request that failed for a passing reason is tried in all."""
+
+    @field_validator("block_nbytes")
+    @classmethod
+    def _power_of_two(cls, nbytes: int) -> int:
+        if nbytes & (nbytes - 1) or not _MIN_BLOCK <= nbytes <= _MAX_BLOCK:
+            raise ValueError("a block is a power of two from 4KiB to 8MiB")
+        return nbytes
+
+
+class StoreConfig(Model):
+    """What one configuration names: the tiers, nearest first, and the policies on them. Valid as a whole once it exists."""
+
+    version: Literal[1] = 1
+    run: Text | None = None
+    tiers: Annotated[tuple[TierConfig, ...], Field(min_length=1, max_length=16)]
+    durable_at: Text | None = None
+    """As written; `durable_tier` is what it means."""
+    save: SaveConfig = SaveConfig()
+    retention: RetentionConfig | None = None
+    overrides: Annotated[tuple[Override, ...], Field(min_length=1)] | None = None
+    io: IoConfig = IoConfig()
+
+    @field_validator("run")
+    @classmethod
+    def _usable_run(cls, run: str | None) -> str | None:
+        return None if run is None else check_run(run)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> StoreConfig:
+        mistakes = [*_tier_mistakes(self), *_durable_mistakes(self), *_retention_mistakes(self)]
+        if mistakes:
+            raise MistakesError(mistakes)
+        return self
+
+    @property
+    def authority(self) -> TierConfig:
+        """The tier whose log decides: the first of scope ``shared``; with none, the first durable one (PROTOCOLS.md §2)."""
+        shared = [t for t in self.tiers if t.scope == "shared"]
+        return (shared or [t for t in self.tiers if t.durable])[0]
+
+    @property
+    def durable_tier(self) -> TierConfig:
+        """The tier on which a verified copy makes a checkpoint durable: `durable_at`, by default the authority."""
+        return self.tier(self.durable_at) if self.durable_at else self.authority
+
+    def tier(self, name: str) -> TierConfig:
+        """The tier of that name; raises KeyError."""
+        return {t.name: t for t in self.tiers}[name]
+
+    def retention_for(self, run: str) -> RetentionConfig | None:
+        """The policy for `run`: the first override that matches, laid over the store's own; None if there is no policy."""
+        for override in self.overrides or ():
+            if fnmatchcase(run, override.match.run):
+                given = {
+                    name: value
+                    for name in type(override.retention).model_fields
+                    if (value := getattr(override.retention, name)) is not None
+                }
+                return self.retention.model_copy(update=given) if self.retention else RetentionConfig(**given)
+        return self.retention
+
+    def redacted(self) -> dict[str, Any]:
+        """All values as JSON can hold them, with every secret in `options` replaced by ``***``."""
+        dumped = self.model_dump(mode="json", exclude={"tiers"}, exclude_none=True)
+        shown = [{**t.model_dump(mode="json", exclude={"options"}, exclude_none=True), "options": redact(t.options)} for t in self.tiers]
+        return {**dumped, "tiers": shown}
+
+
+def _tier_mistakes(config: StoreConfig) -> Iterator[Mistake]:
+    seen_shared = ""
+    for i, tier in enumerate(config.tiers):
+        for j, earlier in enumerate(config.tiers[:i]):
+            if tier.name == earlier.name:
+                yield Mistake(
+                    path=("tiers", i, "name"), value=tier.name, reason=f"tiers[{j}] has this name too", remedy="give each tier its own name"
+                )
+            if overlaps(tier.uri, earlier.uri):
+                reason = f"it is the same place as tiers[{j}], or one lies inside the other"
+                yield Mistake(path=("tiers", i, "uri"), value=tier.uri, reason=reason, remedy="give each tier a place of its own")
+        if tier.scope == "shared":
+            seen_shared = seen_shared or tier.name
+        elif seen_shared:
+            reason = f"a node tier stands after the shared tier {seen_shared!r}"
+            yield Mistake(path=("tiers", i, "scope"), value="node", reason=reason, remedy="list the tiers from the nearest to the farthest")
+
+
+def _durable_mistakes(config: StoreConfig) -> Iterator[Mistake]:
+    shared = [(i, t) for i, t in enumerate(config.tiers) if t.scope == "shared"]
+    remedy = "add a durable tier, or say `durable: true` on one whose loss you accept"
+    if not any(t.durable for t in config.tiers):
+        yield Mistake(path=("tiers",), reason="no tier is durable: nothing would survive a power loss", remedy=remedy)
+        return
+    if shared and not shared[0][1].durable:
+        i, tier = shared[0]
+        reason = f"the first shared tier, {tier.name!r}, decides what is committed, and it is not durable"
+        yield Mistake(path=("tiers", i, "durable"), value=False, reason=reason, remedy=remedy)
+    if config.durable_at is None:
+        return
+    named = [t for t in config.tiers if t.name == config.durable_at]
+    names = ", ".join(t.name for t in config.tiers if t.durable and (t.scope == "shared" or not shared))
+    if not named:
+        yield Mistake(path=("durable_at",), value=config.durable_at, reason="no tier has this name", remedy=f"name one of {names}")
+    elif not named[0].durable or (shared and named[0].scope == "node"):
+        what = "is lost with the node" if named[0].durable else "is not durable"
+        yield Mistake(path=("durable_at",), value=config.durable_at, reason=f"this tier {what}", remedy=f"name one of {names}")
+
+
+def _retention_mistakes(config: StoreConfig) -> Iterator[Mistake]:
+    names = [t.name for t in config.tiers]
+    durable = sum(t.durable for t in config.tiers)
+    policies: list[tuple[tuple[str | int, ...], Any]] = [(("retention",), config.retention)] if config.retention else []
+    policies += [(("overrides", i, "retention"), o.retention) for i, o in enumerate(config.overrides or ())]
+    for path, policy in policies:
+        for name in policy.tiers or ():
+            if name not in names:
+                yield Mistake(path=(*path, "tiers", name), reason="no tier has this name", remedy=f"the tiers are {', '.join(names)}")
+        if policy.protect is not None and policy.protect.min_copies > durable:
+            reason = f"there are only {durable} durable tiers: nothing could ever be evicted or kept to this"
+            yield Mistake(
+                path=(*path, "protect", "min_copies"), value=policy.protect.min_copies, reason=reason, remedy=f"write at most {durable}"
+            )
+    if config.retention is None:
+        for i, override in enumerate(config.overrides or ()):
+            if override.retention.keep is None:
+                yield Mistake(
+                    path=("overrides", i, "retention", "keep"),
+                    reason="missing, and there is no retention that it could come from",
+                    remedy="say what is kept, e.g. keep: [{last: 5}]",
+                )
