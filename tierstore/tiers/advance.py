@@ -11,30 +11,23 @@ finds, and each can stop at any instant and be continued by the other, for every
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import re
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tierstore.crashpoints import reach
-from tierstore.errors import IntegrityError, RefusedError, StorageError
-from tierstore.format.index import FileEntry, Index, decode_index
-from tierstore.format.manifest import FileRecord, Manifest, decode_manifest
+from tierstore.errors import IncompleteError, NotFoundError, RefusedError
 from tierstore.format.part import Part, decode_part
-from tierstore.format.record import Record
-from tierstore.names import MANIFEST, Attempt, part_name
-from tierstore.storage.contract import FileInfo
+from tierstore.names import Attempt, part_name
 from tierstore.tiers.commit import commit
-from tierstore.tiers.copying import CopyContext, OnDamage, Proof, check_space, copy_document, copy_file, read_document
-from tierstore.tiers.log import append
+from tierstore.tiers.copies import copy_checkpoint, document_replica, warn_only
+from tierstore.tiers.copying import CopyContext, Proof, check_space, copy_file, read_document
 from tierstore.tiers.tier import Tier
-from tierstore.tiers.view import AttemptView, further, observe, read_state, staging
+from tierstore.tiers.view import AttemptView, further, observe, staging
 
-__all__ = ["Outcome", "advance", "manifest_proof", "read_manifest"]
+__all__ = ["Outcome", "advance"]
 
-_RANK = re.compile(r"(?:shard|part)-(\d{5})")
+_ASK_UNLISTED = 64
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +94,7 @@ async def _to_staging(context: CopyContext, view: AttemptView, tier: Tier, *, ac
     if tier.name not in view.documented:
         if not act:
             return Outcome(view=view, done=False, waiting="another process is copying")
-        await _document(context, view, tier)
+        await document_replica(context, view, tier)
     return Outcome(view=view, done=True)
 
 
@@ -120,12 +113,30 @@ async def _to_authority(context: CopyContext, view: AttemptView, *, act: bool, g
     size = view.world_size
     if size is None and view.parts:
         size = (await _part_on_authority(context, view.attempt, min(view.parts))).world_size
-    missing = [rank for rank in range(size or 0) if rank not in view.parts]
+    missing = await _missing(context, view, size or 0)
     if size is None or (missing and not give_up):
         waiting = f"the parts of ranks {_some(missing)}" if missing else "any rank's part"
         return Outcome(view=view, done=False, waiting=waiting)
-    await commit(context.tiers, view.attempt, deadline_s=0.0, clock=context.clock)
+    try:
+        await commit(context.tiers, view.attempt, deadline_s=0.0, clock=context.clock, world_size=size, condemn=give_up)
+    except IncompleteError as error:
+        if "missing" in error.context:  # a part is there, but what it reports is not (yet)
+            return Outcome(view=view, done=False, waiting=f"the parts of ranks {_some(error.context['missing'])}")
+        # All parts are there and contradict each other: no waiting mends that, and every rank should hear of it.
+        await commit(context.tiers, view.attempt, deadline_s=0.0, clock=context.clock, world_size=size, condemn=True)
     return Outcome(view=await observe(context.tiers, view.attempt, world_size=size), done=True)
+
+
+async def _missing(context: CopyContext, view: AttemptView, world_size: int) -> list[int]:
+    """Ranks without a part on the authority; what the listing does not show is asked for by name (some file systems list late)."""
+    unlisted = [rank for rank in range(world_size) if rank not in view.parts]
+    missing = unlisted[_ASK_UNLISTED:]
+    for rank in unlisted[:_ASK_UNLISTED]:
+        try:
+            await context.tiers.authority.storage.stat(view.attempt.path(part_name(rank)))
+        except NotFoundError:
+            missing.append(rank)
+    return sorted(missing)
 
 
 async def _carry(context: CopyContext, view: AttemptView, rank: int, target: Tier) -> None:
@@ -133,13 +144,13 @@ async def _carry(context: CopyContext, view: AttemptView, rank: int, target: Tie
     attempt = view.attempt
     sources = [t for t in staging(context.tiers) if rank in view.receipts.get(t.name, {}) and t.name != target.name]
     receipt = view.receipts[sources[0].name][rank]
-    data = await read_document(attempt, sources, part_name(rank), Proof(digest=receipt.part_digest), _warn_only, wanted_by=target)
+    data = await read_document(attempt, sources, part_name(rank), Proof(digest=receipt.part_digest), warn_only, wanted_by=target)
     part = decode_part(data)
     _check_part(part, attempt, rank)
     files = part.index.files()
     await check_space(target, sum(f.nbytes for f in files) + len(data))
     for file in files:
-        await copy_file(context, attempt, target, sources, file, part.index.block_nbytes, _warn_only)
+        await copy_file(context, attempt, target, sources, file, part.index.block_nbytes, warn_only)
     await target.storage.put(attempt.path(part_name(rank)), data)
     if not context.tiers.is_authority(target):
         reach("persist.before-receipt")
@@ -164,14 +175,7 @@ def _check_part(part: Part, attempt: Attempt, rank: int) -> None:
         )
 
 
-# ---- after the commit: documents and whole checkpoints
-
-
-async def _document(context: CopyContext, view: AttemptView, tier: Tier) -> None:
-    """Makes a staging tier's replica complete in itself: objects, index, manifest, then the log's records."""
-    manifest = await read_manifest(view, _sources(context, view, tier, MANIFEST))
-    await copy_documents(context, view, tier, manifest, kinds=("objects", "index"))
-    await _manifest_and_log(context, view, tier)
+# ---- after the commit
 
 
 async def _to_further(context: CopyContext, view: AttemptView, tier: Tier, *, act: bool) -> Outcome:
@@ -181,176 +185,8 @@ async def _to_further(context: CopyContext, view: AttemptView, tier: Tier, *, ac
         return Outcome(view=view, done=True)
     if not act:
         return Outcome(view=view, done=False, waiting="another process is copying")
-    await _promote(context, view, tier)
+    await copy_checkpoint(context, view, tier)
     return Outcome(view=await observe(context.tiers, view.attempt, world_size=view.world_size), done=True)
-
-
-async def _promote(context: CopyContext, view: AttemptView, target: Tier) -> None:
-    """Copies a committed checkpoint as a whole (PROTOCOLS.md §5): data, documents, manifest, log; only `replicated` makes it count."""
-    attempt = view.attempt
-    manifest = await read_manifest(view, _sources(context, view, target, MANIFEST))
-    index = await _read_index(context, view, target, manifest)
-    shards = [index.file(f.name) for f in manifest.files if f.kind == "shard"]
-    listing = await target.storage.children(attempt.folder)
-    there = {f.path.rpartition("/")[2]: f.nbytes for f in listing.files}
-    await check_space(target, sum(f.nbytes for f in manifest.files if there.get(f.name) != f.nbytes))
-    on_damage = _quarantining(context, view)
-
-    async def shard(file: FileEntry) -> tuple[str, FileInfo]:
-        sources = _sources(context, view, target, file.name)
-        return file.name, await copy_file(context, attempt, target, sources, file, manifest.block_nbytes, on_damage)
-
-    copied = dict(await _together([shard(file) for file in shards]))
-    copied.update(await copy_documents(context, view, target, manifest, kinds=("part", "objects", "index")))
-    for file in manifest.files:
-        if copied[file.name].nbytes != file.nbytes:
-            raise IntegrityError(
-                f"{attempt.path(file.name)} on tier {target.name!r} has {copied[file.name].nbytes} bytes after the copy, not {file.nbytes}",
-                hint="the storage lost bytes: probe it with `tierstore doctor --probe`",
-                tier=target.name,
-                file=file.name,
-            )
-    copied[MANIFEST] = await _manifest_and_log(context, view, target)
-    facts = {name: {"nbytes": info.nbytes, "etag": info.etag, "checksum": info.checksum} for name, info in sorted(copied.items())}
-    reach("promote.before-replicated")
-    try:
-        await append(
-            context.tiers.authority.storage,
-            attempt,
-            "replicated",
-            {"tier": target.name, "files": facts},
-            clock=context.clock,
-            allow=lambda records: _still_wanted(records, target),
-        )
-    except RefusedError:  # another process recorded the same copy first, or the checkpoint has expired meanwhile
-        log.info("tier=%s checkpoint=%s is recorded, or no longer wanted", target.name, attempt.folder)
-    reach("promote.after-replicated")
-
-
-def _still_wanted(records: Sequence[Record], target: Tier) -> bool:
-    state = read_state(tuple(records))
-    return not state.hidden and target.name not in state.replicated
-
-
-async def copy_documents(
-    context: CopyContext, view: AttemptView, target: Tier, manifest: Manifest, *, kinds: Sequence[str]
-) -> dict[str, FileInfo]:
-    """Copies the small files of the given kinds, those of the first kind first."""
-    on_damage = _quarantining(context, view)
-
-    async def document(file: FileRecord) -> tuple[str, FileInfo]:
-        proof = Proof(digest=file.digest, block_nbytes=manifest.block_nbytes)
-        sources = _sources(context, view, target, file.name)
-        return file.name, await copy_document(context, view.attempt, target, sources, file.name, proof, on_damage)
-
-    copied: dict[str, FileInfo] = {}
-    for kind in kinds:
-        copied.update(await _together([document(f) for f in manifest.files if f.kind == kind]))
-    return copied
-
-
-async def _manifest_and_log(context: CopyContext, view: AttemptView, target: Tier) -> FileInfo:
-    """The manifest after everything that it names, then the log's records, the commit record last: it makes a replica readable."""
-    attempt = view.attempt
-    reach("promote.before-manifest")
-    sources = _sources(context, view, target, MANIFEST)
-    info = await copy_document(context, attempt, target, sources, MANIFEST, manifest_proof(view), _quarantining(context, view))
-    reach("promote.before-record")
-    for record in reversed(view.records):
-        path = attempt.record_path(record.seq)
-        await target.storage.put(path, await context.tiers.authority.storage.read(path))
-    reach("promote.after-record")
-    return info
-
-
-def manifest_proof(view: AttemptView) -> Proof:
-    """What the commit record says of the manifest."""
-    assert view.log.fate is not None
-    return Proof(digest=str(view.log.fate.data["manifest_digest"]))
-
-
-async def read_manifest(view: AttemptView, sources: Sequence[Tier]) -> Manifest:
-    """The committed manifest, proved against the commit record.
-
-    Raises:
-        IntegrityError: No source has it, or it is about another attempt.
-    """
-    attempt = view.attempt
-    manifest = decode_manifest(await read_document(attempt, sources, MANIFEST, manifest_proof(view), _warn_only))
-    if (manifest.run, manifest.step, manifest.save_id) != (attempt.run, attempt.step, attempt.save_id):
-        raise IntegrityError(
-            f"the manifest in {attempt.folder} is that of {manifest.run}@{manifest.step}, save id {manifest.save_id}",
-            hint="the folder was renamed or mixed by hand: run `tierstore verify`",
-            run=attempt.run,
-            step=attempt.step,
-        )
-    return manifest
-
-
-async def _read_index(context: CopyContext, view: AttemptView, target: Tier, manifest: Manifest) -> Index:
-    record = next((f for f in manifest.files if f.kind == "index"), None)
-    if record is None:
-        raise IntegrityError(f"the manifest in {view.attempt.folder} names no index", hint="run `tierstore verify`", run=view.attempt.run)
-    proof = Proof(digest=record.digest, block_nbytes=manifest.block_nbytes)
-    sources = _sources(context, view, target, record.name)
-    data = await read_document(view.attempt, sources, record.name, proof, _quarantining(context, view), wanted_by=target)
-    index, _ = await asyncio.to_thread(decode_index, data)
-    return index
-
-
-def _sources(context: CopyContext, view: AttemptView, target: Tier, name: str) -> list[Tier]:
-    """The tiers to read a committed file from, nearest first, those whose copy was found damaged last.
-
-    A node's tier holds the files of its own ranks only.
-    """
-    found = _RANK.match(name)
-    holding = []
-    for tier in staging(context.tiers):
-        ranks = view.ranks(tier.name)
-        if (found and int(found[1]) in ranks) or (not found and tier.name in view.documented):
-            holding.append(tier)
-    holding.append(context.tiers.authority)
-    holding += [t for t in further(context.tiers) if t.name in view.log.replicated]
-    usable = [t for t in holding if t.name != target.name]
-    return sorted(usable, key=lambda t: (t.name, name) in view.log.quarantined)
-
-
-def _quarantining(context: CopyContext, view: AttemptView) -> OnDamage:
-    """Records a damaged copy in the log, once, so that readers and later copies go elsewhere first. Nothing is deleted."""
-
-    async def on_damage(tier: Tier, file: str, detail: str) -> None:
-        if (tier.name, file) in view.log.quarantined:
-            return
-        try:
-            await append(
-                context.tiers.authority.storage,
-                view.attempt,
-                "quarantined",
-                {"tier": tier.name, "file": file, "detail": detail},
-                clock=context.clock,
-                allow=lambda records: (tier.name, file) not in read_state(tuple(records)).quarantined,
-            )
-        except RefusedError:
-            return  # another process was first
-        except StorageError as error:  # the copy itself does not depend on this record
-            log.warning("checkpoint=%s tier=%s file=%s the damage can't be recorded: %s", view.attempt.folder, tier.name, file, error.message)
-
-    return on_damage
-
-
-async def _warn_only(tier: Tier, file: str, detail: str) -> None:
-    """Before the commit there is no log to record damage in; `copying` has warned, and the part is taken from another tier."""
-
-
-async def _together(work: Sequence[Coroutine[Any, Any, tuple[str, FileInfo]]]) -> list[tuple[str, FileInfo]]:
-    """Runs all of `work`; on the first failure, or when cancelled, the others are ended and awaited: nothing goes on behind our back."""
-    tasks = [asyncio.ensure_future(w) for w in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _some(ranks: Sequence[int]) -> str:

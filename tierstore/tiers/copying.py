@@ -147,8 +147,9 @@ class VerifiedSource:
         size = DIGEST_NBYTES
         bad = next(n for n in range(len(found) // size) if found[n * size : (n + 1) * size] != promised[n * size : (n + 1) * size])
         begin = (first + bad) * self._block
+        end = min(begin + self._block, self.nbytes)
         raise IntegrityError(
-            f"{self._path} in {self._storage.uri} is damaged: bytes {begin} to {min(begin + self._block, self.nbytes)} do not match their SHA-256",
+            f"{self._path} in {self._storage.uri} is damaged: bytes {begin} to {end} do not match their SHA-256",
             hint="run `tierstore verify --level full`, then `tierstore repair`",
             file=self._path,
         )

@@ -9,7 +9,7 @@ from typing import Literal
 __all__ = ["FINDING_KINDS", "Finding", "FindingKind", "Severity", "findings_markdown"]
 
 Severity = Literal["damage", "warning", "note"]
-"""``damage``: promised bytes are missing or wrong (exit code 6). ``warning``: nothing promised is wrong, but look at it. ``note``: for information."""
+"""``damage``: promised bytes are missing or wrong (exit code 6); ``warning``: nothing promised is wrong, but look at it; ``note``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

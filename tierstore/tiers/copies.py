@@ -1,0 +1,204 @@
+"""Copying what is committed: a whole checkpoint to a further tier, and the documents that make a staging replica complete."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from tierstore.crashpoints import reach
+from tierstore.errors import IntegrityError, RefusedError, StorageError
+from tierstore.format.index import FileEntry, Index, decode_index
+from tierstore.format.manifest import FileRecord, Manifest, decode_manifest
+from tierstore.format.record import Record
+from tierstore.names import MANIFEST
+from tierstore.storage.contract import FileInfo
+from tierstore.tiers.copying import CopyContext, OnDamage, Proof, check_space, copy_document, copy_file, read_document
+from tierstore.tiers.log import append
+from tierstore.tiers.tier import Tier
+from tierstore.tiers.view import AttemptView, further, read_state, staging
+
+__all__ = ["copy_checkpoint", "document_replica", "manifest_proof", "read_manifest", "sources_of", "warn_only"]
+
+log = logging.getLogger(__name__)
+
+_RANK = re.compile(r"(?:shard|part)-(\d{5})")
+
+
+async def document_replica(context: CopyContext, view: AttemptView, tier: Tier) -> None:
+    """Makes a staging tier's replica complete in itself: objects, index, manifest, then the log's records."""
+    manifest = await read_manifest(view, sources_of(context, view, tier, MANIFEST))
+    await _copy_documents(context, view, tier, manifest, kinds=("objects", "index"))
+    await _manifest_and_log(context, view, tier)
+
+
+async def copy_checkpoint(context: CopyContext, view: AttemptView, target: Tier) -> None:
+    """Copies a committed checkpoint as a whole (PROTOCOLS.md §5): data, documents, manifest, log; only `replicated` makes it count."""
+    attempt = view.attempt
+    manifest = await read_manifest(view, sources_of(context, view, target, MANIFEST))
+    index = await _read_index(context, view, target, manifest)
+    shards = [index.file(f.name) for f in manifest.files if f.kind == "shard"]
+    listing = await target.storage.children(attempt.folder)
+    there = {f.path.rpartition("/")[2]: f.nbytes for f in listing.files}
+    await check_space(target, sum(f.nbytes for f in manifest.files if there.get(f.name) != f.nbytes))
+    on_damage = _quarantining(context, view)
+
+    async def shard(file: FileEntry) -> tuple[str, FileInfo]:
+        sources = sources_of(context, view, target, file.name)
+        return file.name, await copy_file(context, attempt, target, sources, file, manifest.block_nbytes, on_damage)
+
+    copied = dict(await _together([shard(file) for file in shards]))
+    copied.update(await _copy_documents(context, view, target, manifest, kinds=("part", "objects", "index")))
+    for file in manifest.files:
+        if copied[file.name].nbytes != file.nbytes:
+            raise IntegrityError(
+                f"{attempt.path(file.name)} on tier {target.name!r} has {copied[file.name].nbytes} bytes after the copy, not {file.nbytes}",
+                hint="the storage lost bytes: probe it with `tierstore doctor --probe`",
+                tier=target.name,
+                file=file.name,
+            )
+    copied[MANIFEST] = await _manifest_and_log(context, view, target)
+    facts = {name: {"nbytes": info.nbytes, "etag": info.etag, "checksum": info.checksum} for name, info in sorted(copied.items())}
+    reach("promote.before-replicated")
+    try:
+        await append(
+            context.tiers.authority.storage,
+            attempt,
+            "replicated",
+            {"tier": target.name, "files": facts},
+            clock=context.clock,
+            allow=lambda records: _still_wanted(records, target),
+        )
+    except RefusedError:  # another process recorded the same copy first, or the checkpoint has expired meanwhile
+        log.info("tier=%s checkpoint=%s is recorded, or no longer wanted", target.name, attempt.folder)
+    reach("promote.after-replicated")
+
+
+def _still_wanted(records: Sequence[Record], target: Tier) -> bool:
+    state = read_state(tuple(records))
+    return not state.hidden and target.name not in state.replicated
+
+
+async def _copy_documents(
+    context: CopyContext, view: AttemptView, target: Tier, manifest: Manifest, *, kinds: Sequence[str]
+) -> dict[str, FileInfo]:
+    """Copies the small files of the given kinds, those of the first kind first."""
+    on_damage = _quarantining(context, view)
+
+    async def document(file: FileRecord) -> tuple[str, FileInfo]:
+        proof = Proof(digest=file.digest, block_nbytes=manifest.block_nbytes)
+        sources = sources_of(context, view, target, file.name)
+        return file.name, await copy_document(context, view.attempt, target, sources, file.name, proof, on_damage)
+
+    copied: dict[str, FileInfo] = {}
+    for kind in kinds:
+        copied.update(await _together([document(f) for f in manifest.files if f.kind == kind]))
+    return copied
+
+
+async def _manifest_and_log(context: CopyContext, view: AttemptView, target: Tier) -> FileInfo:
+    """The manifest after everything that it names, then the log's records, the commit record last: it makes a replica readable."""
+    attempt = view.attempt
+    reach("promote.before-manifest")
+    sources = sources_of(context, view, target, MANIFEST)
+    info = await copy_document(context, attempt, target, sources, MANIFEST, manifest_proof(view), _quarantining(context, view))
+    reach("promote.before-record")
+    for record in reversed(view.records):
+        path = attempt.record_path(record.seq)
+        await target.storage.put(path, await context.tiers.authority.storage.read(path))
+    reach("promote.after-record")
+    return info
+
+
+def manifest_proof(view: AttemptView) -> Proof:
+    """What the commit record says of the manifest."""
+    assert view.log.fate is not None
+    return Proof(digest=str(view.log.fate.data["manifest"]))
+
+
+async def read_manifest(view: AttemptView, sources: Sequence[Tier]) -> Manifest:
+    """The committed manifest, proved against the commit record.
+
+    Raises:
+        IntegrityError: No source has it, or it is about another attempt.
+    """
+    attempt = view.attempt
+    manifest = decode_manifest(await read_document(attempt, sources, MANIFEST, manifest_proof(view), warn_only))
+    if (manifest.run, manifest.step, manifest.save_id) != (attempt.run, attempt.step, attempt.save_id):
+        raise IntegrityError(
+            f"the manifest in {attempt.folder} is that of {manifest.run}@{manifest.step}, save id {manifest.save_id}",
+            hint="the folder was renamed or mixed by hand: run `tierstore verify`",
+            run=attempt.run,
+            step=attempt.step,
+        )
+    return manifest
+
+
+async def _read_index(context: CopyContext, view: AttemptView, target: Tier, manifest: Manifest) -> Index:
+    record = next((f for f in manifest.files if f.kind == "index"), None)
+    if record is None:
+        raise IntegrityError(f"the manifest in {view.attempt.folder} names no index", hint="run `tierstore verify`", run=view.attempt.run)
+    proof = Proof(digest=record.digest, block_nbytes=manifest.block_nbytes)
+    sources = sources_of(context, view, target, record.name)
+    data = await read_document(view.attempt, sources, record.name, proof, _quarantining(context, view), wanted_by=target)
+    index, _ = await asyncio.to_thread(decode_index, data)
+    return index
+
+
+def sources_of(context: CopyContext, view: AttemptView, target: Tier, name: str) -> list[Tier]:
+    """The tiers to read a committed file from, nearest first, those whose copy was found damaged last.
+
+    A node's tier holds the files of its own ranks only.
+    """
+    found = _RANK.match(name)
+    holding = []
+    for tier in staging(context.tiers):
+        ranks = view.ranks(tier.name)
+        if (found and int(found[1]) in ranks) or (not found and tier.name in view.documented):
+            holding.append(tier)
+    holding.append(context.tiers.authority)
+    holding += [t for t in further(context.tiers) if t.name in view.log.replicated]
+    usable = [t for t in holding if t.name != target.name]
+    return sorted(usable, key=lambda t: (t.name, name) in view.log.quarantined)
+
+
+def _quarantining(context: CopyContext, view: AttemptView) -> OnDamage:
+    """Records a damaged copy in the log, once, so that readers and later copies go elsewhere first. Nothing is deleted."""
+
+    async def on_damage(tier: Tier, file: str, detail: str) -> None:
+        if (tier.name, file) in view.log.quarantined:
+            return
+        if tier.scope == "node" and (view.world_size or 1) > 1:
+            return  # the name stands for as many disks as there are nodes: one node's damage says nothing of the others
+        try:
+            await append(
+                context.tiers.authority.storage,
+                view.attempt,
+                "quarantined",
+                {"tier": tier.name, "file": file, "detail": detail},
+                clock=context.clock,
+                allow=lambda records: (tier.name, file) not in read_state(tuple(records)).quarantined,
+            )
+        except RefusedError:
+            return  # another process was first
+        except StorageError as error:  # the copy itself does not depend on this record
+            log.warning("checkpoint=%s tier=%s file=%s damage not recorded: %s", view.attempt.folder, tier.name, file, error.message)
+
+    return on_damage
+
+
+async def warn_only(tier: Tier, file: str, detail: str) -> None:
+    """An `OnDamage` that records nothing: before the commit there is no log. `copying` has warned, and another tier is asked."""
+
+
+async def _together(work: Sequence[Coroutine[Any, Any, tuple[str, FileInfo]]]) -> list[tuple[str, FileInfo]]:
+    """Runs all of `work`; on the first failure, or when cancelled, the others are ended and awaited: nothing goes on behind our back."""
+    tasks = [asyncio.ensure_future(w) for w in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,213 @@
+"""Promotion as a reconciler without a journal: what has to be copied is computed from what the tiers hold (DESIGN.md §2.3).
+
+`pending` is the computation, `reconcile` works it off in the foreground (`tierstore sync`, `resume`); the trainer's worker does the
+same steps in the background. All of them are `advance` underneath, so each can take over from any other at any instant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tierstore.clock import Clock
+from tierstore.errors import CondemnedError, TierStoreError
+from tierstore.names import Attempt
+from tierstore.tiers.advance import Outcome, advance
+from tierstore.tiers.catalog import Catalog, CheckpointInfo, scan
+from tierstore.tiers.copying import CopyContext
+from tierstore.tiers.locks import RunLock, lock_path
+from tierstore.tiers.opening import ensure_tier
+from tierstore.tiers.tier import Tier, Tiers
+from tierstore.tiers.view import further, read_state, staging
+
+__all__ = ["Copy", "CopyKind", "Failure", "ReconcileReport", "pending", "promote", "reconcile"]
+
+log = logging.getLogger(__name__)
+
+CopyKind = Literal["commit", "complete", "promote"]
+"""``commit``: carry parts to the authority and commit; ``complete``: a staging tier's replica; ``promote``: a further tier's replica."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """One thing to do: bring an attempt onto a tier. `nbytes` is what the checkpoint has (0 where unknown: not committed yet)."""
+
+    attempt: Attempt
+    tier: str
+    kind: CopyKind
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A copy that failed this time, and why."""
+
+    copy: Copy
+    error: TierStoreError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReconcileReport:
+    """What one pass did."""
+
+    done: tuple[Copy, ...] = ()
+    waiting: tuple[tuple[Copy, str], ...] = ()
+    """Copies that something else has to come first for, and what."""
+    failed: tuple[Failure, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed
+
+
+def pending(catalog: Catalog, tiers: Tiers) -> list[Copy]:
+    """Everything that is to be copied, newest first; of one attempt, nearer tiers first. Pure.
+
+    Hidden (expired) and superseded checkpoints go nowhere, and a replica that was evicted is not made again.
+    """
+    copies: list[Copy] = []
+    for found in catalog.incomplete:
+        held: set[int] = set()
+        for tier in staging(tiers):
+            here = set(found.receipts.get(tier.name, ()))
+            if held - here:
+                copies.append(Copy(attempt=found.attempt, tier=tier.name, kind="complete"))
+            held |= here
+        copies.append(Copy(attempt=found.attempt, tier=tiers.authority.name, kind="commit"))
+    for info in catalog.checkpoints:
+        if not (info.hidden or info.superseded or info.damaged or info.authority_lost):
+            copies += _wanted(info, tiers)
+    order = {name: number for number, name in enumerate(tiers.names)}
+    return sorted(copies, key=lambda c: (-c.attempt.step, _descending(c.attempt.save_id), order[c.tier]))
+
+
+def _wanted(info: CheckpointInfo, tiers: Tiers) -> list[Copy]:
+    state = read_state(info.records)
+    copies: list[Copy] = []
+    held: set[int] = set()
+    for tier in staging(tiers):
+        here = set(info.receipts.get(tier.name, ()))
+        undocumented = here and info.replicas.get(tier.name) == "receipt"
+        if (held - here or undocumented) and tier.name not in state.evicted:
+            copies.append(Copy(attempt=info.attempt, tier=tier.name, kind="complete", nbytes=info.nbytes))
+        held |= here
+    for tier in further(tiers):
+        if tier.name not in state.replicated and tier.name not in state.evicted:
+            copies.append(Copy(attempt=info.attempt, tier=tier.name, kind="promote", nbytes=info.nbytes))
+    return copies
+
+
+def _descending(save_id: str) -> tuple[int, ...]:
+    return tuple(-ord(c) for c in save_id)
+
+
+async def promote(
+    tiers: Tiers, attempt: Attempt, target: Tier | str, *, clock: Clock, context: CopyContext | None = None
+) -> Outcome:
+    """Brings one attempt onto one tier, now.
+
+    Args:
+        tiers: The store's tiers.
+        attempt: What to copy; committed, unless `target` is the authority or before it.
+        target: The tier, or its name.
+        clock: Dates the records.
+        context: Limits and progress; the defaults of `CopyContext.make` if None.
+
+    Returns:
+        Where it stands: ``done``, or what it is ``waiting`` for.
+
+    Raises:
+        StorageError: A tier failed; calling again continues.
+        TierFullError: The target has no room; nothing was copied.
+        IntegrityError: No good copy of a file is left on any tier; what is damaged was quarantined.
+    """
+    context = context or CopyContext.make(tiers, clock)
+    tier = tiers.get(target) if isinstance(target, str) else target
+    await ensure_tier(tiers, tier)
+    return await advance(context, attempt, tier)
+
+
+async def reconcile(
+    tiers: Tiers,
+    run: str,
+    *,
+    clock: Clock,
+    context: CopyContext | None = None,
+    only: Sequence[str] | None = None,
+    commit_only: bool = False,
+    lock: RunLock | None = None,
+    wait_s: float | None = 0.0,
+) -> ReconcileReport:
+    """Works off everything that is pending for a run, once, newest first: commits complete attempts, completes replicas, promotes.
+
+    Further tiers are served at the same time; one that fails does not hold up the others, and its failure is in the report.
+
+    Args:
+        tiers: The store's tiers.
+        run: The run.
+        clock: Dates the records.
+        context: Limits and progress.
+        only: Names of the tiers to bring copies to; None: all.
+        commit_only: Stop after the authority: what `resume` needs before it looks for the newest checkpoint.
+        lock: The run's lock, where the caller has one.
+        wait_s: Seconds to wait for another process that works on this node; None: without end.
+
+    Raises:
+        LockedError: Another process is at it (``context["pid"]``).
+        StorageError: The catalog can't be read.
+    """
+    context = context or CopyContext.make(tiers, clock)
+    lock = lock or RunLock(lock_path(tiers, run), run)
+    async with lock.hold(wait_s=wait_s):
+        before = await _work_off(context, run, only, near=True)
+        reports = [before] if commit_only else [before, await _work_off(context, run, only, near=False)]
+    return ReconcileReport(
+        done=tuple(c for r in reports for c in r.done),
+        waiting=tuple(w for r in reports for w in r.waiting),
+        failed=tuple(f for r in reports for f in r.failed),
+    )
+
+
+async def _work_off(context: CopyContext, run: str, only: Sequence[str] | None, *, near: bool) -> ReconcileReport:
+    """One look at the catalog, then its copies: the authority and the tiers before it one after the other, all others at once."""
+    tiers = context.tiers
+    wanted = [c for c in pending(await scan(tiers, run), tiers) if only is None or c.tier in only]
+    far = {t.name for t in further(tiers)}
+    if near:
+        # Commits first: a replica can only be completed once its checkpoint is committed.
+        chosen = sorted((c for c in wanted if c.tier not in far), key=lambda c: c.kind != "commit")
+        return await _one_after_the_other(context, chosen)
+    late = [c for c in wanted if c.tier not in far and c.kind == "complete"]
+    groups = [late, *([c for c in wanted if c.tier == name] for name in far)]
+    parts = await asyncio.gather(*(_one_after_the_other(context, group) for group in groups))
+    return ReconcileReport(
+        done=tuple(c for p in parts for c in p.done),
+        waiting=tuple(w for p in parts for w in p.waiting),
+        failed=tuple(f for p in parts for f in p.failed),
+    )
+
+
+async def _one_after_the_other(context: CopyContext, copies: Sequence[Copy]) -> ReconcileReport:
+    done: list[Copy] = []
+    waiting: list[tuple[Copy, str]] = []
+    failed: list[Failure] = []
+    for copy in copies:
+        tier = context.tiers.get(copy.tier)
+        try:
+            await ensure_tier(context.tiers, tier)
+            outcome = await advance(context, copy.attempt, tier)
+        except CondemnedError as error:
+            log.info("checkpoint=%s %s", copy.attempt.folder, error.message)
+        except TierStoreError as error:
+            log.warning("tier=%s checkpoint=%s not copied: %s", copy.tier, copy.attempt.folder, error.message)
+            failed.append(Failure(copy=copy, error=error))
+        else:
+            if outcome.done:
+                log.info("tier=%s checkpoint=%s %s done", copy.tier, copy.attempt.folder, copy.kind)
+                done.append(copy)
+            else:
+                waiting.append((copy, outcome.waiting))
+    return ReconcileReport(done=tuple(done), waiting=tuple(waiting), failed=tuple(failed))
