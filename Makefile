@@ -1,0 +1,60 @@
+# make demo    the main job on a small scale: train, save through three tiers, kill, resume, load from S3 alone
+# make test    everything that the tests need, servers included, then all tests
+# make check   linter, formatter, types
+# make bench   the benchmarks, against the peers
+#
+# Needs Python 3.10 or newer and make. Set PYTHON to choose the interpreter, VENV for the environment's place.
+
+PYTHON ?= python3
+VENV ?= .venv
+# What pip is held to; empty for the newest of everything.
+CONSTRAINTS ?= constraints.txt
+# Where CPU builds of torch come from when the package index has only CUDA builds (gigabytes); empty: never look there.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Parallel test processes. One file's tests stay together, because they share a server.
+JOBS ?= 2
+# More for pytest, e.g. make test ARGS="-k promote" or ARGS=--long
+ARGS ?=
+
+bin := $(VENV)/bin
+python := $(bin)/python
+pip := $(python) -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+project := pyproject.toml $(CONSTRAINTS) tools/make_venv.py
+
+.PHONY: demo test check bench clean help
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '1,6s/^# \{0,1\}//p' Makefile
+
+demo: $(VENV)/.demo
+	$(bin)/tierstore demo $(ARGS)
+
+test: $(VENV)/.dev
+	$(python) -m pytest $(if $(JOBS),-n $(JOBS) --dist loadfile) $(ARGS)
+
+check: $(VENV)/.dev
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/mypy
+
+bench: $(VENV)/.dev
+	$(python) -m benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-data
+
+# The environment, with torch in it; made anew only if it is not there.
+$(VENV)/.torch: $(project)
+	@command -v $(PYTHON) >/dev/null 2>&1 || { echo "make: there is no '$(PYTHON)': install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "make: '$(PYTHON)' is $$($(PYTHON) --version 2>&1), tierstore needs 3.10 or newer: make PYTHON=/path/to/python3.10" >&2; exit 1; }
+	$(PYTHON) tools/make_venv.py "$(VENV)" --constraints "$(CONSTRAINTS)" --torch-index "$(TORCH_INDEX)"
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch
+	$(pip) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.torch
+	$(pip) -e '.[dev]'
+	@touch $@ $(VENV)/.demo
