@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tierstore.errors import TierStoreError, UsageError
+from tierstore.errors import ConfigError, ConflictError, NotFoundError, StorageError, TierStoreError, UsageError
+from tierstore.format.descriptor import Descriptor, decode_descriptor, encode_descriptor
+from tierstore.names import DESCRIPTOR
 from tierstore.storage.contract import Storage
 
-__all__ = ["Scope", "Tier", "Tiers"]
+__all__ = ["Outage", "Scope", "Tier", "Tiers", "ensure_tier", "make_descriptor", "read_store_id", "recheck", "wrong_store"]
+
+log = logging.getLogger(__name__)
+
+_ASK_AGAIN_S = 30.0
 
 Scope = Literal["node", "shared"]
 """``node``: each node sees only its own files there; ``shared``: all nodes see the same files."""
@@ -36,18 +44,26 @@ class Tier:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Outage:
+    """A tier that did not answer: why, and when it was asked, in seconds of `time.monotonic`."""
+
+    error: TierStoreError
+    since: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tiers:
     """The tiers of a store, nearest first.
 
-    `unreachable` names the tiers that did not answer when the store was opened, with the reason. Their descriptor has not been
-    checked yet: `ensure_tier` does so before anything is written there, and takes them off the list.
+    `outages` names the tiers that did not answer when the store was opened. Their descriptor has not been checked yet: `ensure_tier`
+    does so before anything is written there, and takes them off the list.
     """
 
     tiers: tuple[Tier, ...]
     authority: Tier
     durable_at: Tier
     store_id: str
-    unreachable: dict[str, TierStoreError] = field(default_factory=dict)
+    outages: dict[str, Outage] = field(default_factory=dict)
 
     @property
     def nearest(self) -> Tier:
@@ -69,6 +85,11 @@ class Tiers:
             tier=name,
         )
 
+    @property
+    def unreachable(self) -> dict[str, TierStoreError]:
+        """The tiers that did not answer when the store was opened, or when they were last asked again, and why."""
+        return {name: outage.error for name, outage in self.outages.items()}
+
     def is_authority(self, tier: Tier) -> bool:
         return tier.name == self.authority.name
 
@@ -81,3 +102,78 @@ class Tiers:
 
     def __len__(self) -> int:
         return len(self.tiers)
+
+
+async def read_store_id(tier: Tier) -> str | None:
+    """The id in the tier's descriptor, or None where it has none yet.
+
+    Raises:
+        StorageError: The tier can't be reached.
+        NotFoundError: Its bucket does not exist.
+        FormatError, VersionError: The descriptor is foreign, or a newer version's.
+    """
+    listing = await tier.storage.children("")  # also tells a missing bucket from a missing descriptor
+    if not any(info.path == DESCRIPTOR for info in listing.files):
+        return None
+    return decode_descriptor(await tier.storage.read(DESCRIPTOR)).store_id
+
+
+async def make_descriptor(tier: Tier, store_id: str) -> str:
+    """Makes the tier part of the store, if it is of none yet; returns the id that it has then."""
+    data = encode_descriptor(Descriptor(store_id=store_id))
+    if not tier.storage.capabilities.create:
+        await tier.storage.put(DESCRIPTOR, data)
+        return store_id
+    try:
+        await tier.storage.create(DESCRIPTOR, data)
+    except ConflictError as error:
+        existing = error.context.get("existing")
+        return decode_descriptor(bytes(existing) if existing is not None else await tier.storage.read(DESCRIPTOR)).store_id
+    return store_id
+
+
+def wrong_store(tier: Tier, found: str, wanted: str) -> ConfigError:
+    """The error for a tier that belongs to another store."""
+    return ConfigError(
+        f"tier {tier.name!r} at {tier.storage.uri} belongs to the store {found}, the other tiers to {wanted}",
+        hint="give each store places of its own; to start a new store here, use an empty folder or prefix",
+        tier=tier.name,
+    )
+
+
+async def ensure_tier(tiers: Tiers, tier: Tier, *, create: bool = True) -> None:
+    """Checks the descriptor of a tier that did not answer at opening, before anything is written there; nothing for the others.
+
+    Raises:
+        StorageError: It still does not answer.
+        ConfigError: It belongs to another store.
+    """
+    if tier.name not in tiers.outages:
+        return
+    found = await read_store_id(tier)
+    if found is None and create:
+        found = await make_descriptor(tier, tiers.store_id)
+    if found is not None and found != tiers.store_id:
+        raise wrong_store(tier, found, tiers.store_id)
+    tiers.outages.pop(tier.name, None)
+    log.warning("tier=%s answers again", tier.name)
+
+
+async def recheck(tiers: Tiers, tier: Tier) -> None:
+    """For readers: passes a tier that answers, asks one that did not again now and then, and raises its error meanwhile.
+
+    Without this, each look at the catalog would wait for the retries of a storage that is down.
+
+    Raises:
+        StorageError, NotFoundError, ConfigError: Why the tier can't be read.
+    """
+    outage = tiers.outages.get(tier.name)
+    if outage is None:
+        return
+    if time.monotonic() - outage.since < _ASK_AGAIN_S:
+        raise outage.error
+    try:
+        await ensure_tier(tiers, tier, create=False)
+    except (StorageError, NotFoundError, ConfigError) as error:
+        tiers.outages[tier.name] = Outage(error=error, since=time.monotonic())
+        raise

@@ -1,0 +1,176 @@
+"""What the catalog knows of one attempt: a committed checkpoint with its replicas, or an attempt that is not (yet) one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Literal
+
+from tierstore.format.record import Record
+from tierstore.names import Attempt
+
+__all__ = ["CheckpointInfo", "IncompleteAttempt", "LogFacts", "ReplicaState", "fold", "parse_file_name"]
+
+ReplicaState = Literal["complete", "receipt", "partial", "evicting", "quarantined"]
+"""What a tier holds of a checkpoint.
+
+- ``complete``: all of it, with a copy of the commit record; a source for loads and promotion.
+- ``receipt``: a node tier holds its own ranks' parts; their shards can be read, the manifest comes from elsewhere.
+- ``partial``: some files; a copy under way, or one that was given up. Not a source.
+- ``evicting``: being removed. Not a source.
+- ``quarantined``: found damaged while it was copied. The last resort.
+"""
+
+_SHARD = re.compile(r"shard-(\d{5,8})-of-(\d{5,8})\.safetensors")
+_PART = re.compile(r"part-(\d{5,8})\.safetensors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """A committed checkpoint.
+
+    `nbytes` counts all its files, in bytes; `replicas` maps a tier's name to what it holds (absent: nothing, or the tier was not
+    reached), nearest first; `receipts` maps a node tier's name to the ranks whose parts lie there; `replicated` maps a tier's name
+    to the facts that its ``replicated`` record gives. `superseded`: a later attempt at the same step committed. `hidden`: expired,
+    not yet swept. `damaged`: a record of its log can't be read. `authority_lost`: known from replicas' copies of the log only.
+    """
+
+    attempt: Attempt
+    committed_at: datetime
+    manifest_digest: str
+    manifest_nbytes: int | None = None
+    nbytes: int = 0
+    world_size: int = 1
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    pins: tuple[str, ...] = ()
+    final: bool = False
+    replicas: Mapping[str, ReplicaState] = field(default_factory=dict)
+    receipts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    replicated: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    superseded: bool = False
+    hidden: bool = False
+    damaged: bool = False
+    authority_lost: bool = False
+    records: tuple[Record, ...] = ()
+
+    @property
+    def run(self) -> str:
+        return self.attempt.run
+
+    @property
+    def step(self) -> int:
+        return self.attempt.step
+
+    @property
+    def complete_on(self) -> tuple[str, ...]:
+        """The names of the tiers with a complete copy, nearest first."""
+        return tuple(name for name, state in self.replicas.items() if state == "complete")
+
+    @property
+    def usable(self) -> bool:
+        """Whether some tier that was reached has a complete copy."""
+        return "complete" in self.replicas.values()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncompleteAttempt:
+    """An attempt without a commit record that counts: under way, left behind, or condemned.
+
+    `parts` and `receipts` map a tier's name to the ranks found there. `condemned` is the reason, empty while the fate is open.
+    """
+
+    attempt: Attempt
+    world_size: int | None = None
+    parts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    receipts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    condemned: str = ""
+
+    @property
+    def missing(self) -> tuple[int, ...] | None:
+        """The ranks of which no part was seen on any tier; None where nothing tells how many ranks there are."""
+        if self.world_size is None:
+            return None
+        seen = {rank for ranks in (*self.parts.values(), *self.receipts.values()) for rank in ranks}
+        return tuple(rank for rank in range(self.world_size) if rank not in seen)
+
+
+def parse_file_name(name: str) -> tuple[str, int, int | None] | None:
+    """``("shard", rank, world size)`` or ``("part", rank, None)`` from a file's name; None for any other."""
+    if found := _SHARD.fullmatch(name):
+        return "shard", int(found[1]), int(found[2])
+    if found := _PART.fullmatch(name):
+        return "part", int(found[1]), None
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogFacts:
+    """What an attempt's records say when read in order. `tiers` has the last word on each tier that the log speaks of."""
+
+    fate: Record
+    metrics: Mapping[str, float]
+    tags: tuple[str, ...]
+    pins: tuple[str, ...]
+    hidden: bool
+    swept: bool
+    tiers: Mapping[str, Literal["replicated", "evicting", "evicted", "quarantined"]]
+    replicated: Mapping[str, Mapping[str, Any]]
+
+
+def fold(records: Sequence[Record]) -> LogFacts:
+    """Reads an attempt's records, number 0 first, into what they say together. Unknown kinds and malformed facts say nothing."""
+    fate = records[0]
+    metrics = _numbers(fate.data.get("metrics"))
+    tags = dict.fromkeys(_texts(fate.data.get("tags")))
+    pins: dict[str, None] = {}
+    hidden = swept = False
+    tiers: dict[str, Literal["replicated", "evicting", "evicted", "quarantined"]] = {}
+    replicated: dict[str, Mapping[str, Any]] = {}
+    for record in records[1:]:
+        tier = record.data.get("tier")
+        if record.kind in ("pinned", "tagged", "revived"):
+            hidden = False  # each of them brings an expired checkpoint back by winning the next number (PROTOCOLS.md §6)
+        if record.kind == "metrics":
+            metrics.update(_numbers(record.data.get("metrics")))
+        elif record.kind == "tagged":
+            tags.update(dict.fromkeys(_texts(record.data.get("tags"))))
+        elif record.kind == "untagged":
+            for tag in _texts(record.data.get("tags")):
+                tags.pop(tag, None)
+        elif record.kind == "pinned":
+            pins[str(record.data.get("name", "pin"))] = None
+        elif record.kind == "unpinned":
+            pins.pop(str(record.data.get("name", "pin")), None)
+        elif record.kind == "expired":
+            hidden = True
+        elif record.kind == "swept":
+            swept = True
+        elif isinstance(tier, str) and record.kind in ("replicated", "evicting", "evicted", "quarantined"):
+            tiers[tier] = record.kind  # type: ignore[assignment]  # narrowed by the test above
+            if record.kind == "replicated":
+                replicated[tier] = record.data
+            else:
+                replicated.pop(tier, None)
+    return LogFacts(
+        fate=fate,
+        metrics=metrics,
+        tags=tuple(tags),
+        pins=tuple(pins),
+        hidden=hidden,
+        swept=swept,
+        tiers=tiers,
+        replicated=replicated,
+    )
+
+
+def _numbers(value: object) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        return {}
+    return {str(k): float(v) for k, v in value.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+
+
+def _texts(value: object) -> Iterable[str]:
+    return [v for v in value if isinstance(v, str)] if isinstance(value, (list, tuple)) else ()

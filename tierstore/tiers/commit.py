@@ -1,0 +1,348 @@
+"""The commit: all parts are there, so index and manifest are written, then one record makes the checkpoint exist (PROTOCOLS.md §4).
+
+Everything that a committer writes is a function of the parts alone, so any process may take over at any instant, and any number may
+race: they write the same bytes, and one of them wins record ``000000``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tierstore.clock import Clock, parse_utc
+from tierstore.crashpoints import reach
+from tierstore.errors import CondemnedError, ConflictError, IncompleteError, IntegrityError, NotFoundError, UsageError, VersionError
+from tierstore.format.digest import block_digests, digest_of, file_digest
+from tierstore.format.index import Index, check_coverage, decode_index, encode_index, merge_indexes
+from tierstore.format.manifest import FileRecord, Manifest, encode_manifest
+from tierstore.format.objects import merge_objects
+from tierstore.format.part import Part, decode_part
+from tierstore.format.record import Record
+from tierstore.names import INDEX, MANIFEST, OBJECTS, Attempt, part_name
+from tierstore.storage.contract import Storage
+from tierstore.tiers.log import decide_fate, read_fate
+from tierstore.tiers.tier import Tiers
+
+__all__ = ["commit", "condemned_error"]
+
+log = logging.getLogger(__name__)
+
+_POLL_FIRST_S = 0.05
+_POLL_LAST_S = 2.0
+_AT_ONCE = 16
+_ASK_UNLISTED = 64
+
+
+async def commit(
+    tiers: Tiers,
+    attempt: Attempt,
+    *,
+    deadline_s: float | None,
+    clock: Clock,
+    world_size: int | None = None,
+    condemn: bool = True,
+) -> Record:
+    """Commits an attempt on the authority once all its parts are there; any process may call it, any number of times.
+
+    Args:
+        tiers: The store's tiers; everything happens on the authority.
+        attempt: The attempt.
+        deadline_s: Seconds to wait for missing parts; 0 looks once, None waits for ever.
+        clock: The deadline's and the record's clock.
+        world_size: How many ranks save together, where the caller knows; else the first part says it.
+        condemn: Past the deadline, condemn the attempt; False leaves its fate open.
+
+    Returns:
+        The commit record: ours, or that of whoever was first.
+
+    Raises:
+        CondemnedError: Somebody condemned the attempt, or the deadline passed (``context["missing"]``: ranks), or the ranks' parts
+            contradict each other, which no waiting can mend.
+        IncompleteError: Parts are missing and `condemn` is off.
+        OutcomeUnknownError: The commit was sent, its answer lost, and the record can't be read back.
+    """
+    storage = tiers.authority.storage
+    end = None if deadline_s is None else clock.monotonic() + deadline_s
+    gathering = _Gathering(storage=storage, attempt=attempt, world_size=world_size)
+    pause = _POLL_FIRST_S
+    while True:
+        fate = await read_fate(storage, attempt)
+        if fate is not None:
+            return _accept(fate, attempt)
+        await gathering.look()
+        if gathering.complete:
+            return await _commit(tiers, attempt, gathering.ordered(), clock, condemn=condemn)
+        if end is not None and clock.monotonic() >= end:
+            missing, reasons = gathering.missing(), gathering.explain()
+            if not condemn:
+                raise IncompleteError(
+                    f"step {attempt.step} of run {attempt.run!r} can't commit yet: {reasons}",
+                    hint="the attempt stays as it is; `tierstore recover` finishes it when all parts are there",
+                    run=attempt.run,
+                    step=attempt.step,
+                    missing=missing,
+                )
+            facts = {"reason": reasons, "missing": missing, "world_size": gathering.world_size}
+            return _accept(await decide_fate(storage, attempt, "condemned", facts, clock), attempt)
+        await asyncio.sleep(pause)
+        pause = min(pause * 1.5, _POLL_LAST_S)
+
+
+def condemned_error(record: Record, attempt: Attempt) -> CondemnedError:
+    """The error for an attempt whose fate is ``condemned``; names the reason and the missing ranks."""
+    reason = str(record.data.get("reason") or "no reason was given")
+    missing = [r for r in record.data.get("missing") or () if isinstance(r, int)]
+    return CondemnedError(
+        f"step {attempt.step} of run {attempt.run!r} (attempt {attempt.save_id}) was condemned by {record.actor}: {reason}",
+        hint="this attempt can't be loaded any more; save the step again" + (" once all ranks are up" if missing else ""),
+        run=attempt.run,
+        step=attempt.step,
+        missing=missing,
+    )
+
+
+def _accept(fate: Record, attempt: Attempt) -> Record:
+    if fate.kind == "condemned":
+        raise condemned_error(fate, attempt)
+    return fate
+
+
+@dataclass(slots=True, kw_only=True)
+class _Gathering:
+    """What has been found so far of an attempt: parts by rank, and why others don't count yet."""
+
+    storage: Storage
+    attempt: Attempt
+    world_size: int | None
+    parts: dict[int, tuple[Part, bytes]] = field(default_factory=dict)
+    troubles: dict[int, str] = field(default_factory=dict)
+    proven: set[int] = field(default_factory=set)
+
+    @property
+    def complete(self) -> bool:
+        return self.world_size is not None and len(self.proven) == self.world_size
+
+    def ordered(self) -> list[tuple[Part, bytes]]:
+        return [self.parts[rank] for rank in sorted(self.parts)]
+
+    def missing(self) -> list[int]:
+        return [rank for rank in range(self.world_size or 0) if rank not in self.proven]
+
+    def explain(self) -> str:
+        if self.world_size is None:
+            return "no rank's part is there"
+        silent = [rank for rank in self.missing() if rank not in self.troubles]
+        texts = [self.troubles[rank] for rank in self.missing() if rank in self.troubles][:8]
+        if silent:
+            shown = ", ".join(map(str, silent[:32])) + (f" and {len(silent) - 32} more" if len(silent) > 32 else "")
+            texts.insert(0, f"no part of rank{'s' if len(silent) > 1 else ''} {shown} of {self.world_size}")
+        return "; ".join(texts)
+
+    async def look(self) -> None:
+        """Reads the parts that have come since the last look, and proves that their files are there with the right sizes.
+
+        The names come from the ranks' own reports. A listing only speeds this up: what it does not show is asked for by name, for a
+        shared file system may list late (PROTOCOLS.md §1).
+        """
+        listing = await self.storage.children(self.attempt.folder)
+        names = {info.path.rpartition("/")[2] for info in listing.files}
+        if self.world_size is None:
+            first = next((rank for rank in range(_ASK_UNLISTED) if part_name(rank) in names), None)
+            if first is None:
+                first = next((rank for name in sorted(names) if (rank := _rank_of(name)) is not None), 0)
+            await self._take(first)
+            if self.world_size is None:
+                return
+        wanted = [rank for rank in self.missing() if rank not in self.parts]
+        listed = [rank for rank in wanted if part_name(rank) in names]
+        unlisted = [rank for rank in wanted if part_name(rank) not in names][:_ASK_UNLISTED]
+        await _each(self._take, [*listed, *unlisted])
+        await _each(self._prove, [rank for rank in self.missing() if rank in self.parts])
+
+    async def _take(self, rank: int) -> None:
+        path = self.attempt.path(part_name(rank))
+        try:
+            data = await self.storage.read(path)
+            part = await asyncio.to_thread(decode_part, data)
+        except NotFoundError:
+            return
+        except VersionError:
+            raise
+        except IntegrityError as error:
+            self._trouble(rank, f"{path}: {error.message}")
+            return
+        if (part.run, part.step, part.save_id, part.rank) != (self.attempt.run, self.attempt.step, self.attempt.save_id, rank):
+            self._trouble(rank, f"{path} is the part of rank {part.rank} of {part.run}@{part.step} ({part.save_id})")
+            return
+        if self.world_size is None:
+            self.world_size = part.world_size
+        if part.world_size != self.world_size or not 0 <= rank < part.world_size:
+            self._trouble(rank, f"{path} says that {part.world_size} ranks save together, others say {self.world_size}")
+            return
+        self.troubles.pop(rank, None)
+        self.parts[rank] = (part, data)
+
+    async def _prove(self, rank: int) -> None:
+        part, _ = self.parts[rank]
+        for file in part.index.files():
+            path = self.attempt.path(file.name)
+            try:
+                nbytes = (await self.storage.stat(path)).nbytes
+            except NotFoundError:
+                self._trouble(rank, f"rank {rank} reported {path}, which is not there")
+                return
+            if nbytes != file.nbytes:
+                self._trouble(rank, f"{path} has {nbytes} bytes, rank {rank} reported {file.nbytes}")
+                return
+        self.troubles.pop(rank, None)
+        self.proven.add(rank)
+
+    def _trouble(self, rank: int, text: str) -> None:
+        if self.troubles.get(rank) != text:
+            log.warning("checkpoint=%s rank=%d does not count yet: %s", self.attempt.folder, rank, text)
+        self.troubles[rank] = text
+
+
+def _rank_of(name: str) -> int | None:
+    digits = name.removeprefix("part-").removesuffix(".safetensors")
+    return int(digits) if digits.isascii() and digits.isdigit() and name == part_name(int(digits)) else None
+
+
+async def _commit(tiers: Tiers, attempt: Attempt, parts: list[tuple[Part, bytes]], clock: Clock, *, condemn: bool) -> Record:
+    storage = tiers.authority.storage
+    try:
+        index = await asyncio.to_thread(_merge, [part for part, _ in parts])
+    except (IncompleteError, UsageError) as error:
+        # The parts are final and contradict each other: no waiting mends that.
+        if not condemn:
+            raise
+        facts = {"reason": f"the ranks' parts do not make a whole: {error.message}", "missing": [], "world_size": len(parts)}
+        try:
+            return _accept(await decide_fate(storage, attempt, "condemned", facts, clock), attempt)
+        except CondemnedError as condemned:
+            raise condemned from error
+
+    objects = await asyncio.to_thread(merge_objects, {part.rank: part.objects for part, _ in parts})
+    reach("commit.before-objects")
+    objects = await _publish(storage, attempt, OBJECTS, objects, lambda data: data)
+
+    encoded = await asyncio.to_thread(encode_index, index, _index_metadata(attempt))
+    reach("commit.before-index")
+    encoded = await _publish(storage, attempt, INDEX, encoded, lambda data: encode_index(*decode_index(data)))
+
+    manifest = build_manifest(tiers.store_id, attempt, parts, index, objects=objects, encoded_index=encoded)
+    document = encode_manifest(manifest)
+    reach("commit.before-manifest")
+    document = await _publish(storage, attempt, MANIFEST, document, lambda data: data)
+
+    reach("commit.before-record")
+    facts = commit_facts(manifest, document)
+    fate = _accept(await decide_fate(storage, attempt, "committed", facts, clock), attempt)
+    reach("commit.after-record")
+    if fate.data.get("manifest") != facts["manifest"]:
+        raise IntegrityError(
+            f"step {attempt.step} of run {attempt.run!r} was committed by {fate.actor} with another manifest than its parts give",
+            hint="run `tierstore verify` on this step, and save it again",
+            run=attempt.run,
+            step=attempt.step,
+        )
+    log.info("run=%s step=%d save_id=%s nbytes=%d committed", attempt.run, attempt.step, attempt.save_id, manifest.nbytes)
+    return fate
+
+
+def _merge(parts: list[Part]) -> Index:
+    merged = merge_indexes([part.index for part in parts], labels=[f"rank {part.rank}" for part in parts])
+    check_coverage(merged)
+    return merged
+
+
+def _index_metadata(attempt: Attempt) -> dict[str, Any]:
+    return {"run": attempt.run, "step": attempt.step, "save_id": attempt.save_id}
+
+
+def build_manifest(
+    store_id: str, attempt: Attempt, parts: list[tuple[Part, bytes]], index: Index, *, objects: bytes, encoded_index: bytes
+) -> Manifest:
+    """The manifest as a function of the parts: the same for every committer, whoever and whenever it is."""
+    first = parts[0][0]
+    facts = first.facts
+    block_nbytes = index.block_nbytes
+
+    def file(name: str, data: bytes, kind: str) -> FileRecord:
+        return FileRecord(name=name, nbytes=len(data), digest=file_digest(block_digests(data, block_nbytes)), kind=kind)
+
+    files = [FileRecord(name=f.name, nbytes=f.nbytes, digest=f.digest, kind="shard") for f in index.files()]
+    files += [file(part_name(part.rank), data, "part") for part, data in parts]
+    files += [file(OBJECTS, objects, "objects"), file(INDEX, encoded_index, "index")]
+    return Manifest(
+        store_id=store_id,
+        run=attempt.run,
+        step=attempt.step,
+        save_id=attempt.save_id,
+        world_size=first.world_size,
+        block_nbytes=block_nbytes,
+        created_at=parse_utc(str(facts["created_at"])),
+        files=tuple(sorted(files, key=lambda f: f.name)),
+        tensors=len(index),
+        extents=index.extent_count,
+        nbytes=sum(f.nbytes for f in files),
+        metrics=dict(facts.get("metrics") or {}),
+        tags=tuple(facts.get("tags") or ()),
+        final=bool(facts.get("final", False)),
+        facts={name: value for name, value in facts.items() if name not in ("created_at", "metrics", "tags", "final")},
+    )
+
+
+def commit_facts(manifest: Manifest, document: bytes) -> dict[str, Any]:
+    """What the commit record says: the manifest's digest, and all that a catalog needs without opening the manifest."""
+    return {
+        "manifest": digest_of(document),
+        "manifest_nbytes": len(document),
+        "nbytes": manifest.nbytes,
+        "world_size": manifest.world_size,
+        "metrics": dict(manifest.metrics),
+        "tags": list(manifest.tags),
+        "final": manifest.final,
+    }
+
+
+async def _publish(storage: Storage, attempt: Attempt, name: str, data: bytes, normalise: Callable[[bytes], bytes]) -> bytes:
+    """Writes one of the committer's files once; returns the bytes that are there.
+
+    A racer, or a committer that died, may have written it before: the bytes are the same then. A committer of another version may
+    have encoded the same content differently, and may have committed it just now, so its bytes stay and are taken over
+    (`normalise` re-encodes them for the comparison). Anything else under that name is no committer's work and is replaced.
+    """
+    path = attempt.path(name)
+    try:
+        await storage.create(path, data)
+    except ConflictError as error:
+        existing = error.context.get("existing")
+        found = bytes(existing) if existing is not None else await storage.read(path)
+        try:
+            same = found == data or await asyncio.to_thread(normalise, found) == data
+        except VersionError:
+            raise
+        except IntegrityError:
+            same = False
+        if same:
+            return found
+        fate = await read_fate(storage, attempt)
+        if fate is not None:
+            return found  # it is decided already: the caller compares the digests
+        log.warning("checkpoint=%s file=%s is not what its parts give and is replaced", attempt.folder, name)
+        await storage.put(path, data)
+    return data
+
+
+async def _each(work: Callable[[int], Awaitable[None]], ranks: list[int]) -> None:
+    slots = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(rank: int) -> None:
+        async with slots:
+            await work(rank)
+
+    await asyncio.gather(*(one(rank) for rank in ranks))

@@ -1,0 +1,241 @@
+"""One rank's share of a save, made durable on one tier: the shard, then its part record, then (off the authority) a receipt.
+
+PROTOCOLS.md §4, steps 2 and 3. Blocks are hashed while they are written. Only the part record makes a shard count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tierstore.clock import Clock
+from tierstore.crashpoints import reach
+from tierstore.errors import ConflictError, IntegrityError, TierFullError, UsageError
+from tierstore.format.digest import BLOCK_NBYTES, DIGEST_NBYTES, block_count, block_digests, digest_of
+from tierstore.format.index import FileEntry, TensorEntry, build_index
+from tierstore.format.part import Part, encode_part
+from tierstore.format.receipt import Receipt, decode_receipt, encode_receipt
+from tierstore.names import Attempt, part_name, shard_name
+from tierstore.storage.contract import Source, Storage
+from tierstore.tiers.tier import Tier
+
+__all__ = ["RESERVE_NBYTES", "HashingSource", "check_room", "persist"]
+
+log = logging.getLogger(__name__)
+
+RESERVE_NBYTES = 64 << 20
+"""Free space that a save leaves on a tier, in bytes: room for logs, and for the file system itself."""
+_HASHES_AHEAD = 8
+
+
+class HashingSource:
+    """A `Source` that hashes its blocks in threads while a storage writes them, each block once.
+
+    A storage may pull a range again for a retry: the bytes that it gets then are compared with those of the first time, for a
+    source that changes in between would leave a shard that is neither the old nor the new. Hashing runs beside the write (the
+    contract keeps a view valid and constant until the write has ended); `finish` waits for it.
+
+    Args:
+        source: The bytes.
+        block_nbytes: The block size in bytes; pulls begin at and span whole blocks, but for the last one.
+    """
+
+    def __init__(self, source: Source, block_nbytes: int = BLOCK_NBYTES) -> None:
+        self._source = source
+        self._block_nbytes = block_nbytes
+        self._digests: list[bytes | None] = [None] * block_count(source.nbytes, block_nbytes)
+        self._hashing: set[asyncio.Task[None]] = set()
+        self._slots = asyncio.Semaphore(_HASHES_AHEAD)
+        self._error: IntegrityError | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._source.nbytes
+
+    async def read(self, offset: int, nbytes: int) -> memoryview:
+        """Exactly `nbytes` bytes at `offset`, whose hashing has begun.
+
+        Raises:
+            IntegrityError: An earlier pull differed from what was pulled before.
+            UsageError: The pull is not a whole number of blocks.
+        """
+        end = offset + nbytes
+        if offset % self._block_nbytes or (end % self._block_nbytes and end != self.nbytes) or not 0 <= offset <= end <= self.nbytes:
+            raise UsageError(
+                f"bytes {offset} to {end} of {self.nbytes} are not whole blocks of {self._block_nbytes} bytes",
+                hint="the storage's capabilities.part_nbytes must be a multiple of the block size",
+            )
+        if self._error is not None:
+            raise self._error
+        view = await self._source.read(offset, nbytes)
+        if len(view) != nbytes:
+            raise IntegrityError(f"the source gave {len(view)} bytes at {offset}, not {nbytes}")
+        await self._slots.acquire()
+        task = asyncio.ensure_future(self._hash(offset, view))
+        self._hashing.add(task)
+        task.add_done_callback(self._hashed)
+        return view
+
+    async def finish(self) -> bytes:
+        """The digests of all blocks, concatenated, once the write has ended.
+
+        Raises:
+            IntegrityError: Some block was never pulled, or was pulled twice with different bytes.
+        """
+        await self.settle()
+        if self._error is not None:
+            raise self._error
+        done = [d for d in self._digests if d is not None]
+        if len(done) != len(self._digests):
+            first = self._digests.index(None)
+            raise IntegrityError(
+                f"block {first} of {len(self._digests)} was never written", hint="this is a fault of the storage; report it"
+            )
+        return b"".join(done)
+
+    async def settle(self) -> None:
+        """Waits until no thread looks at the source's memory any more."""
+        while self._hashing:
+            await asyncio.wait(self._hashing)
+
+    async def _hash(self, offset: int, view: memoryview) -> None:
+        digests = await asyncio.to_thread(block_digests, view, self._block_nbytes)
+        first = offset // self._block_nbytes
+        for number in range(len(digests) // DIGEST_NBYTES):
+            digest = digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]
+            before = self._digests[first + number]
+            if before is None:
+                self._digests[first + number] = digest
+            elif before != digest and self._error is None:
+                self._error = IntegrityError(
+                    f"block {first + number} changed while it was written",
+                    hint="the staged image was modified during the save; nothing was committed",
+                )
+
+    def _hashed(self, task: asyncio.Task[None]) -> None:
+        self._hashing.discard(task)
+        self._slots.release()
+        if not task.cancelled() and (error := task.exception()) is not None and self._error is None:
+            self._error = IntegrityError(f"hashing failed: {error}")
+            self._error.__cause__ = error
+
+
+async def check_room(tier: Tier, nbytes: int, *, reserve_nbytes: int = RESERVE_NBYTES) -> None:
+    """Refuses to begin a write that can't fit beside the reserve.
+
+    Raises:
+        TierFullError: Names the tier, what is needed and what is free, in bytes. Nothing was written.
+    """
+    free = await tier.storage.free_nbytes()
+    if free is not None and free < nbytes + reserve_nbytes:
+        raise TierFullError(
+            f"tier {tier.name!r} at {tier.storage.uri} has {free} bytes free; this save needs {nbytes} and leaves {reserve_nbytes} in reserve",
+            hint="free space there or let retention keep fewer checkpoints on it; nothing was lost",
+            tier=tier.name,
+            needed=nbytes,
+            free=free,
+        )
+
+
+async def persist(
+    tier: Tier,
+    attempt: Attempt,
+    *,
+    rank: int,
+    world_size: int,
+    shard: Source,
+    tensors: Sequence[TensorEntry],
+    objects: bytes,
+    facts: Mapping[str, Any],
+    clock: Clock,
+    authority: bool,
+    block_nbytes: int = BLOCK_NBYTES,
+    reserve_nbytes: int = RESERVE_NBYTES,
+) -> Part:
+    """Makes one rank's part of an attempt durable on `tier`.
+
+    May be called again after a failure: the same attempt and rank leave the same bytes.
+
+    Args:
+        tier: Where to; the nearest tier in the ordinary case.
+        attempt: The attempt at saving a step.
+        rank: This process's rank.
+        world_size: How many ranks save together.
+        shard: The shard's bytes.
+        tensors: The shard's tensors, with their extents in the file ``shard_name(rank, world_size)``.
+        objects: What is not a tensor, encoded.
+        facts: Facts of this rank; rank 0's hold all that a committer needs (metrics, tags, final, created_at).
+        clock: Times the write, for the log.
+        authority: Whether `tier` is the authority, which needs no receipt.
+        block_nbytes: The block size, in bytes.
+        reserve_nbytes: Free space to leave, in bytes.
+
+    Returns:
+        The part record that was written.
+
+    Raises:
+        TierFullError: There is no room; nothing was written.
+        IntegrityError: The image changed while it was written, or the storage lost bytes; no part record was written.
+        ConflictError: Another process wrote a different part for the same attempt and rank.
+    """
+    name, began = shard_name(rank, world_size), clock.monotonic()
+    await check_room(tier, shard.nbytes + len(objects), reserve_nbytes=reserve_nbytes)
+
+    reach("persist.before-shard")
+    source = HashingSource(shard, block_nbytes)
+    try:
+        written = await tier.storage.write(attempt.path(name), source)
+        digests = await source.finish()
+    finally:
+        await source.settle()  # the image is recycled after this: no thread may look at it any more
+    if written.nbytes != shard.nbytes:
+        raise IntegrityError(
+            f"{attempt.path(name)} on tier {tier.name!r} has {written.nbytes} bytes after the write, not {shard.nbytes}",
+            hint="the storage lost bytes: probe it with `tierstore doctor --probe`",
+            tier=tier.name,
+            file=name,
+        )
+    reach("persist.after-shard")
+
+    files = [FileEntry(name=name, nbytes=shard.nbytes, block_digests=digests)]
+    part = Part(
+        run=attempt.run,
+        step=attempt.step,
+        save_id=attempt.save_id,
+        rank=rank,
+        world_size=world_size,
+        index=build_index(tensors, files, block_nbytes),
+        objects=objects,
+        facts=dict(facts),
+    )
+    data = await asyncio.to_thread(encode_part, part)
+    reach("persist.before-part")
+    await tier.storage.put(attempt.path(part_name(rank)), data)
+    reach("persist.after-part")
+    if not authority:
+        reach("persist.before-receipt")
+        await _leave_receipt(tier.storage, attempt, rank=rank, world_size=world_size, digest=digest_of(data))
+        reach("persist.after-receipt")
+    took_s = clock.monotonic() - began
+    log.debug("tier=%s checkpoint=%s rank=%d nbytes=%d took_s=%.3f persisted", tier.name, attempt.folder, rank, shard.nbytes, took_s)
+    return part
+
+
+async def _leave_receipt(storage: Storage, attempt: Attempt, *, rank: int, world_size: int, digest: str) -> None:
+    """Creates the receipt, if absent: "this rank's part of this attempt is complete and synced here"."""
+    path = attempt.receipt_path(rank)
+    try:
+        await storage.create(path, encode_receipt(Receipt(rank=rank, world_size=world_size, part_digest=digest)))
+    except ConflictError as error:
+        existing = error.context.get("existing")
+        other = decode_receipt(bytes(existing) if existing is not None else await storage.read(path))
+        if other.part_digest != digest or other.world_size != world_size:
+            raise ConflictError(
+                f"{path} on {storage.uri} names another part of rank {rank}: two processes save as the same rank of one attempt",
+                hint="give each process its own rank, and each save its own save id",
+                run=attempt.run,
+                step=attempt.step,
+                rank=rank,
+            ) from error
