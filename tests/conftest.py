@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
+
+from tierstore.testing.servers import MotoServer, NamedServer, S3Server, SeaweedServer
 
 LONG = "TIERSTORE_TEST_LONG"
 
@@ -59,3 +63,44 @@ def clean_environment() -> Iterator[None]:
         patch.setenv("NO_PROXY", "127.0.0.1,localhost")
         patch.setenv("no_proxy", "127.0.0.1,localhost")
         yield
+
+
+# S3 servers. Each pytest-xdist worker is a process with servers of its own.
+
+
+@pytest.fixture(scope="session")
+def s3_server(clean_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A real S3 server: SeaweedFS, or the one that TIERSTORE_TEST_S3 names (MinIO: `docker compose up`)."""
+    named = os.environ.get("TIERSTORE_TEST_S3")
+    if named:
+        key = os.environ.get("TIERSTORE_TEST_S3_KEY", "tierstore-test")  # the defaults are docker-compose.yml's
+        yield NamedServer(named, key, os.environ.get("TIERSTORE_TEST_S3_SECRET", "tierstore-test-secret"))
+        return
+    with SeaweedServer(tmp_path_factory.mktemp("seaweed")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def moto_server(clean_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
+    """moto's server: quick, no authentication."""
+    with MotoServer(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def _s3_bucket_name(s3_server: S3Server) -> str:
+    if "TIERSTORE_TEST_S3" in os.environ:
+        return s3_server.make_bucket(os.environ.get("TIERSTORE_TEST_S3_BUCKET", "tierstore-test"))
+    return s3_server.make_bucket(f"tierstore-test-{secrets.token_hex(4)}")
+
+
+@pytest.fixture
+def s3_bucket(_s3_bucket_name: str) -> str:
+    """The URI of a fresh prefix in the session's bucket of `s3_server`: ``s3://BUCKET/PREFIX``."""
+    return f"s3://{_s3_bucket_name}/{secrets.token_hex(8)}"
+
+
+@pytest.fixture
+def s3_options(s3_server: S3Server) -> dict[str, Any]:
+    """The options that reach `s3_server`."""
+    return s3_server.options()

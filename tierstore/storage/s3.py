@@ -1,0 +1,456 @@
+"""S3 and what speaks it, over async s3fs: exact ranged reads, checksummed uploads, create-if-absent (PROTOCOLS.md §1, §3)."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from base64 import b64encode
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tierstore import crashpoints
+from tierstore.clock import Clock, SystemClock
+from tierstore.errors import (
+    ConfigError,
+    ConflictError,
+    IntegrityError,
+    NotFoundError,
+    OutcomeUnknownError,
+    StorageError,
+    TemporaryError,
+    TierStoreError,
+    UsageError,
+)
+from tierstore.names import TMP, check_relative
+from tierstore.storage.contract import Capabilities, FileInfo, Listing, Source
+from tierstore.storage.s3_client import Clients, Patience, S3Requests
+from tierstore.storage.s3_errors import Place, Refusal, refusal, was_never_sent
+from tierstore.storage.s3_options import parse_s3_options, split_s3_uri
+from tierstore.storage.s3_upload import MIB, Checksums, part_nbytes_for, put_object, put_parts
+
+__all__ = ["S3Storage"]
+
+_DELETE_AT_ONCE = 1000  # keys in one DeleteObjects request
+_SLACK = 16  # connections for small requests beside the transfers
+
+
+class S3Storage:
+    """One prefix of one bucket.
+
+    Args:
+        uri: ``s3://BUCKET/PREFIX``.
+        options: As s3fs takes them (``key``, ``secret``, ``token``, ``anon``, ``profile``, ``endpoint_url``, ``client_kwargs``,
+            ``config_kwargs``, ``s3_additional_kwargs``, …), and ``region_name``, ``addressing_style`` (``auto``, ``path``,
+            ``virtual``), ``checksums`` (``auto``, ``required``, ``off``). Without credentials, botocore's usual places are read.
+        part_nbytes: The smallest part of a multipart upload, in bytes: whole MiB, 8 MiB and up.
+        request_timeout_s: Seconds within which a request without a large body must be answered.
+        stall_timeout_s: Seconds without a moved byte after which a transfer has stalled.
+        concurrency: Transfers at once.
+        attempts: Tries of a request; uploads get three more, so that they outlive a restart of the server.
+
+    Raises:
+        ConfigError: The URI or an option is wrong.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        part_nbytes: int = 8 * MIB,
+        request_timeout_s: float = 30,
+        stall_timeout_s: float = 30,
+        concurrency: int = 8,
+        attempts: int = 5,
+        clock: Clock | None = None,
+    ) -> None:
+        if part_nbytes < 5 * MIB or part_nbytes % MIB:
+            raise ConfigError(f"a part of {part_nbytes} bytes is not possible on S3", hint="parts are whole MiB, from 5 MiB")
+        if concurrency < 1 or attempts < 1:
+            raise ConfigError("concurrency and attempts of an S3 tier are at least 1", hint="leave them out for the defaults")
+        bucket, prefix = split_s3_uri(uri)
+        self._settings = {
+            "part_nbytes": part_nbytes,
+            "request_timeout_s": request_timeout_s,
+            "stall_timeout_s": stall_timeout_s,
+            "concurrency": concurrency,
+            "attempts": attempts,
+            "clock": clock,
+        }
+        self._options = dict(options or {})
+        self._uri = f"s3://{bucket}/{prefix}" if prefix else f"s3://{bucket}"
+        self._bucket = bucket
+        self._root = f"{prefix}/" if prefix else ""
+        self._part_nbytes = part_nbytes
+        self._concurrency = concurrency
+        parsed = parse_s3_options(
+            self._options,
+            connections=concurrency + 2 * _SLACK,
+            connect_timeout_s=min(5.0, request_timeout_s),
+            read_timeout_s=stall_timeout_s,
+        )
+        self._endpoint = parsed.endpoint_url
+        self._checksums = Checksums(parsed.checksums)
+        self._requests = S3Requests(
+            Clients(parsed, concurrency, _SLACK),
+            Place(bucket=bucket, endpoint=parsed.endpoint_url, key_id=parsed.key_id),
+            Patience(request_timeout_s=request_timeout_s, stall_timeout_s=stall_timeout_s, attempts=attempts, part_attempts=attempts + 3),
+            clock or SystemClock(),
+        )
+
+    def __repr__(self) -> str:
+        return f"S3Storage({self._uri!r}, endpoint_url={self._endpoint!r})"
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (self._uri, self._options, self._settings)
+
+    @property
+    def uri(self) -> str:
+        return self._uri
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(create=True, checksums=self._checksums.sent, part_nbytes=self._part_nbytes, local=False)
+
+    def local_path(self, path: str) -> Path | None:
+        check_relative(path)
+        return None
+
+    async def free_nbytes(self) -> int | None:
+        return None
+
+    async def close(self) -> None:
+        await self._requests.close()
+
+    # Reading
+
+    async def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        key = self._key(path)
+        if nbytes == 0:
+            return b""
+        if nbytes is None:
+            whole = (await self.stat(path)).nbytes
+            if whole == offset:
+                return b""
+            nbytes = whole - offset
+            if nbytes < 0:
+                raise self._too_short(path, whole, offset, None)
+        buffer = bytearray(nbytes)
+        await self._fill(path, key, offset, memoryview(buffer))
+        return bytes(buffer)
+
+    async def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        key = self._key(path)
+        if buffer.nbytes:
+            await self._fill(path, key, offset, buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B"))
+
+    async def _fill(self, path: str, key: str, offset: int, buffer: memoryview) -> None:
+        """Fills `buffer` from `offset`; a broken transfer goes on where it stopped, if the object is still the same."""
+        filled, etag = 0, ""
+
+        async def attempt() -> None:
+            nonlocal filled, etag
+            client = self._requests.client()
+            async with client.transfers:
+                start, end = offset + filled, offset + buffer.nbytes
+                try:
+                    answer = await self._requests.watched(
+                        "reading",
+                        key,
+                        client.fs._call_s3("get_object", Bucket=self._bucket, Key=key, Range=f"bytes={start}-{end - 1}"),
+                        self._requests.patience.stall_timeout_s,
+                    )
+                except StorageError as error:
+                    if error.context.get("code") in ("InvalidRange", "416"):
+                        raise self._too_short(path, (await self.stat(path)).nbytes, offset, buffer.nbytes) from error
+                    raise
+                body = answer["Body"]
+                try:
+                    self._check_range(answer, path, start, end, offset, buffer.nbytes)
+                    if etag and answer.get("ETag") != etag:
+                        filled, etag = 0, ""
+                        raise TemporaryError(f"{self._uri}/{path} was replaced while it was read", hint="it is read again")
+                    etag = str(answer.get("ETag") or "")
+
+                    async def drain() -> None:
+                        nonlocal filled
+                        while filled < buffer.nbytes:
+                            piece = await body.read(buffer.nbytes - filled)
+                            if not piece:
+                                raise TemporaryError(f"reading {self._uri}/{path}: the connection ended early", hint="it is tried again")
+                            buffer[filled : filled + len(piece)] = piece
+                            filled += len(piece)
+
+                    await self._requests.watched("reading", key, drain(), self._requests.patience.stall_timeout_s, lambda: filled)
+                finally:
+                    if filled < buffer.nbytes:
+                        body.close()  # the rest of the answer is not wanted: the connection can't be used again
+
+        await self._requests.retrying(attempt, self._requests.patience.attempts)
+
+    def _check_range(self, answer: dict[str, Any], path: str, start: int, end: int, offset: int, nbytes: int) -> None:
+        """Checks that the answer holds exactly ``[start, end)``: servers shorten a range past the end, some ignore ranges."""
+        told = str(answer.get("ContentRange") or "")
+        first, _, rest = told.removeprefix("bytes ").partition("-")
+        last, _, total = rest.partition("/")
+        if told and total.isdigit() and int(total) < end:
+            raise self._too_short(path, int(total), offset, nbytes)
+        if answer.get("ContentLength") != end - start or (told and (first, last) != (str(start), str(end - 1))) or (not told and start):
+            raise StorageError(
+                f"reading {self._uri}/{path}: bytes {start} to {end} were asked for, not the answered {told!r}",
+                hint="the server does not do exact ranged reads: it can't hold a tier",
+            )
+
+    def _too_short(self, path: str, whole: int, offset: int, nbytes: int | None) -> IntegrityError:
+        wanted = f"{nbytes} bytes" if nbytes is not None else "bytes"
+        return IntegrityError(
+            f"{self._uri}/{path} has {whole} bytes, but {wanted} from {offset} were wanted",
+            hint="the file was cut short, or its manifest is of another file: run `tierstore verify`",
+            file=path,
+        )
+
+    # Writing
+
+    async def write(self, path: str, source: Source) -> FileInfo:
+        key = self._key(path)
+        if source.nbytes > self._part_nbytes:
+            part_nbytes = part_nbytes_for(source.nbytes, self._part_nbytes)
+            sha256 = await put_parts(self._requests, key, source, part_nbytes, self._concurrency, self._checksums)
+            return await self._written(path, source.nbytes, sha256)
+        data = await source.read(0, source.nbytes) if source.nbytes else memoryview(b"")
+        if data.nbytes != source.nbytes:
+            raise IntegrityError(
+                f"writing {self._uri}/{path}: its source gave {data.nbytes} bytes of {source.nbytes}", hint="the source was cut short"
+            )
+        return await self._put(path, key, data)
+
+    async def put(self, path: str, data: bytes) -> FileInfo:
+        return await self._put(path, self._key(path), memoryview(data))
+
+    async def _put(self, path: str, key: str, data: memoryview) -> FileInfo:
+        crashpoints.reach("s3.before-complete")
+        sha256 = await put_object(self._requests, key, data, self._checksums)
+        crashpoints.reach("s3.after-complete")
+        return await self._written(path, data.nbytes, sha256)
+
+    async def _written(self, path: str, nbytes: int, sha256: str) -> FileInfo:
+        """What the server says of a file just written.
+
+        Size and checksum must be those of what was sent, or of what another writer put there since: files are replaced whole,
+        so that a mismatch is an error only if it stays after a second look.
+        """
+        info = await self.stat(path)
+        told = info.checksum.removeprefix("sha256:")
+        if info.nbytes != nbytes or (told and self._checksums.sent and told != sha256):
+            raise IntegrityError(
+                f"{self._uri}/{path}: {nbytes} bytes were written, but the server has other bytes ({info.nbytes} of them)",
+                hint="another writer uses the same name, or the server is damaged",
+                file=path,
+            )
+        return info
+
+    async def create(self, path: str, data: bytes) -> None:
+        key = self._key(path)
+        if not data:
+            raise UsageError(f"creating {self._uri}/{path}: a record is never empty", hint="give it a nonce")
+        sha256 = b64encode(hashlib.sha256(data).digest()).decode()
+        in_doubt: TierStoreError | None = None  # a request whose answer was lost may still take effect
+
+        async def attempt() -> None:
+            nonlocal in_doubt
+            try:
+                await self._requests.once(
+                    "creating", key, "put_object", body=memoryview(data), Key=key, IfNoneMatch="*", **self._checksums.of(sha256)
+                )
+                return
+            except TierStoreError as error:
+                answer = refusal(error)
+                if self._checksums.refused(error):
+                    raise TemporaryError(
+                        f"creating {self._uri}/{path}: again without a checksum header", hint="it is tried again"
+                    ) from error
+                if isinstance(error, NotFoundError) or (answer is not None and not (answer.precondition_failed or answer.transient)):
+                    raise  # refused for good, and not because of what is there
+                if _in_doubt(answer, error):
+                    in_doubt = error
+                lost = error
+            existing = await self._existing(path, key, in_doubt)
+            if existing == data:
+                return  # an acknowledgement of our own write that was lost
+            if existing is not None:
+                raise ConflictError(
+                    f"{self._uri}/{path} exists already, with other bytes",
+                    hint="somebody else was first: read it, then decide",
+                    existing=existing,
+                )
+            raise TemporaryError(f"creating {self._uri}/{path}: {lost.message}", hint="it is tried again") from lost
+
+        try:
+            await self._requests.retrying(attempt, self._requests.patience.attempts)
+        except TemporaryError as error:
+            if in_doubt is None:
+                raise
+            raise self._unknown(path, in_doubt) from error
+
+    async def _existing(self, path: str, key: str, in_doubt: TierStoreError | None) -> bytes | None:
+        """The bytes under a name that `create` could not make, or None if it is absent."""
+        try:
+            return await self.read(path)
+        except NotFoundError as error:
+            if error.context.get("code") == "NoSuchBucket":
+                raise
+            return None
+        except IntegrityError:  # replaced between its HEAD and its GET: look again
+            return None
+        except StorageError as error:
+            if in_doubt is None:
+                raise
+            raise self._unknown(path, in_doubt) from error
+
+    def _unknown(self, path: str, in_doubt: TierStoreError) -> OutcomeUnknownError:
+        return OutcomeUnknownError(
+            f"creating {self._uri}/{path}: the answer was lost and the name can't be read back ({in_doubt.message})",
+            hint="read the name when the server answers again: it holds these bytes, or others, or none",
+            file=path,
+        )
+
+    # Looking
+
+    async def stat(self, path: str) -> FileInfo:
+        key = self._key(path)
+        head = await self._requests.send("looking at", key, "head_object", Key=key, ChecksumMode="ENABLED")
+        sha256 = str(head.get("ChecksumSHA256") or "")
+        return FileInfo(
+            path=path,
+            nbytes=int(head["ContentLength"]),
+            modified_at=head.get("LastModified"),
+            etag=str(head.get("ETag") or "").strip('"'),
+            checksum=f"sha256:{sha256}" if sha256 else "",
+        )
+
+    # Deleting
+
+    async def delete(self, paths: Sequence[str]) -> None:
+        keys = [self._key(path) for path in dict.fromkeys(paths)]
+        for start in range(0, len(keys), _DELETE_AT_ONCE):
+            batch = keys[start : start + _DELETE_AT_ONCE]
+
+            async def attempt() -> None:
+                nonlocal batch
+                batch = await self._delete_batch(batch)
+                if batch:
+                    raise TemporaryError(f"deleting {self._uri}: {len(batch)} files, {batch[0]} first, failed", hint="they are tried again")
+
+            await self._requests.retrying(attempt, self._requests.patience.attempts)
+
+    async def _delete_batch(self, keys: list[str]) -> list[str]:
+        """Deletes up to 1000 keys; returns those that failed for a reason that may pass."""
+        try:
+            answer = await self._requests.once(
+                "deleting", keys[0], "delete_objects", Delete={"Objects": [{"Key": key} for key in keys], "Quiet": True}
+            )
+        except StorageError as error:
+            if error.context.get("code") not in ("NotImplemented", "501", "MissingContentMD5", "MethodNotAllowed"):
+                raise
+            await asyncio.gather(*(self._requests.send("deleting", key, "delete_object", Key=key) for key in keys))
+            return []
+        again = []
+        for failure in answer.get("Errors") or ():
+            key, code = str(failure.get("Key")), str(failure.get("Code"))
+            if code in ("SlowDown", "InternalError", "ServiceUnavailable"):
+                again.append(key)
+            elif code not in ("NoSuchKey", "NoSuchVersion"):
+                raise StorageError(
+                    f"deleting s3://{self._bucket}/{key}: refused ({code})",
+                    hint="check the bucket's policy and object locks",
+                    key=key,
+                    code=code,
+                )
+        return again
+
+    async def abort_stale_uploads(self, older_than_s: float) -> list[str]:
+        """Aborts unfinished multipart uploads below this prefix that began more than `older_than_s` seconds ago, by the server's clock.
+
+        Returns:
+            The paths whose uploads were aborted.
+        """
+        stale: list[tuple[str, str]] = []
+        marker: dict[str, Any] = {}
+        while True:
+            page = await self._requests.send("listing uploads of", self._root, "list_multipart_uploads", Prefix=self._root, **marker)
+            now = self._requests.server_time(page)
+            for upload in page.get("Uploads") or ():
+                key = str(upload["Key"])
+                if key.startswith(self._root) and (now - upload["Initiated"]).total_seconds() > older_than_s:
+                    stale.append((key, str(upload["UploadId"])))
+            if not page.get("IsTruncated"):
+                break
+            marker = {"KeyMarker": str(page["NextKeyMarker"]), "UploadIdMarker": str(page["NextUploadIdMarker"])}
+        for key, upload_id in stale:
+            try:
+                await self._requests.send("aborting the upload of", key, "abort_multipart_upload", Key=key, UploadId=upload_id)
+            except NotFoundError:
+                continue  # ended by its writer meanwhile
+        return [key[len(self._root) :] for key, _ in stale]
+
+    # Listing
+
+    async def _pages(self, prefix: str, **more: Any) -> AsyncIterator[dict[str, Any]]:
+        token: dict[str, Any] = {}
+        while True:
+            page = await self._requests.send("listing", prefix, "list_objects_v2", Prefix=prefix, **more, **token)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            token = {"ContinuationToken": str(page["NextContinuationToken"])}
+
+    def _entry(self, entry: dict[str, Any]) -> FileInfo | None:
+        path = str(entry["Key"])[len(self._root) :]
+        if not path or path.endswith("/") or path.startswith(f"{TMP}/"):
+            return None  # a folder's marker, or a temporary
+        return FileInfo(
+            path=path, nbytes=int(entry["Size"]), modified_at=entry.get("LastModified"), etag=str(entry.get("ETag") or "").strip('"')
+        )
+
+    async def list(self, folder: str = "") -> list[FileInfo]:
+        prefix = self._folder(folder)
+        found: dict[str, FileInfo] = {}
+        async for page in self._pages(prefix):
+            for entry in page.get("Contents") or ():
+                info = self._entry(entry)
+                if info is not None:
+                    found[info.path] = info
+        return list(found.values())
+
+    async def children(self, folder: str = "") -> Listing:
+        prefix = self._folder(folder)
+        files: dict[str, FileInfo] = {}
+        folders: set[str] = set()
+        async for page in self._pages(prefix, Delimiter="/"):
+            for entry in page.get("Contents") or ():
+                info = self._entry(entry)
+                if info is not None:
+                    files[info.path] = info
+            for entry in page.get("CommonPrefixes") or ():
+                folders.add(str(entry["Prefix"])[len(prefix) :].rstrip("/"))
+        if not folder:
+            folders.discard(TMP)
+        return Listing(files=tuple(files.values()), folders=tuple(folders - {""}))
+
+    def _key(self, path: str) -> str:
+        return self._root + check_relative(path)
+
+    def _folder(self, folder: str) -> str:
+        return f"{self._key(folder)}/" if folder else self._root
+
+
+def _in_doubt(answer: Refusal | None, error: TierStoreError) -> bool:
+    """Whether a failed PUT may have taken effect, or still may: no answer, or a server's own failure (but for "slow down")."""
+    if answer is None:
+        return not was_never_sent(error.__cause__ or error)
+    return answer.status >= 500 and answer.status != 503
+
+
+def _rebuild(uri: str, options: dict[str, Any], settings: dict[str, Any]) -> S3Storage:
+    return S3Storage(uri, options, **settings)
