@@ -1,0 +1,297 @@
+"""The routing index in memory: tensor name → extents (file, byte range, place in the whole tensor), and each file's block digests.
+
+A columnar table that opens in milliseconds at millions of extents: nothing is turned into Python objects but what is asked for. Tensors are
+sorted by the UTF-8 bytes of their names and found by bisection. Two tensors with the same extents are one stored tensor (tied).
+"""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import FormatError, NotFoundError
+from tierstore.format.digest import file_digest
+
+__all__ = ["Bytes", "Extent", "ExtentTable", "FileEntry", "Index", "IndexColumns", "Ints", "TensorEntry"]
+
+Ints = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """The part of a shard that holds one rectangular chunk of one tensor, in C order.
+
+    Attributes:
+        file: The shard's name.
+        begin: First byte in the file, absolute.
+        end: One past the last byte.
+        offsets: Where the chunk begins in the whole tensor, per axis.
+        sizes: The chunk's shape.
+    """
+
+    file: str
+    begin: int
+    end: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """One tensor: its true dtype (a name of `DTYPES`), its whole shape, and where its chunks lie."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    extents: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """One shard: its name, its length in bytes, and its blocks' digests (32 bytes each, concatenated)."""
+
+    name: str
+    nbytes: int
+    block_digests: bytes
+
+    @property
+    def digest(self) -> str:
+        """The file's digest, ``sha256:<hex>``."""
+        return file_digest(self.block_digests)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtentTable:
+    """The extents of one tensor as arrays, for planning at scale: n extents of a tensor of d axes.
+
+    Attributes:
+        files: Number of each extent's file in `Index.file_names`, shape (n,).
+        begins: First byte in the file, shape (n,), int64.
+        ends: One past the last byte, shape (n,), int64.
+        offsets: Place in the whole tensor, shape (n, d), int64.
+        sizes: Shape of the chunk, shape (n, d), int64.
+    """
+
+    files: npt.NDArray[np.uint32]
+    begins: Ints
+    ends: Ints
+    offsets: Ints
+    sizes: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexColumns:
+    """The index's columns; n tensors, m extents, f files. ``*_starts`` have one element more than rows and begin with 0.
+
+    Attributes:
+        names: UTF-8 names of all tensors, concatenated; `name_starts` (n + 1) cuts them.
+        dtype_codes: Per tensor, the number of its dtype in `dtypes`.
+        shapes: Shapes of all tensors, concatenated; `shape_starts` (n + 1) cuts them.
+        extent_starts: Which extents belong to each tensor (n + 1).
+        box_starts: Where each tensor's rows begin in `offsets` and `sizes` (n + 1): ndim numbers per extent.
+        files: Per extent, the number of its file; `begins`, `ends`: its byte range.
+        offsets: Places of all extents, concatenated; `sizes`: their shapes.
+        file_nbytes: Per file, its length; `block_starts` (f + 1): its rows of `digests` (b, 32).
+        dtypes: (name, itemsize in bytes) of the dtypes that occur.
+        file_names: The files' names.
+    """
+
+    names: Bytes
+    name_starts: Ints
+    dtype_codes: npt.NDArray[np.uint16]
+    shapes: Ints
+    shape_starts: Ints
+    extent_starts: Ints
+    box_starts: Ints
+    files: npt.NDArray[np.uint32]
+    begins: Ints
+    ends: Ints
+    offsets: Ints
+    sizes: Ints
+    file_nbytes: Ints
+    block_starts: Ints
+    digests: Bytes
+    dtypes: tuple[tuple[str, int], ...]
+    file_names: tuple[str, ...]
+
+
+class Index:
+    """The routing index, immutable. Make one with `build_index`, `merge_indexes` or `decode_index`."""
+
+    __slots__ = ("_blob", "_file_numbers", "_ordered", "block_nbytes", "columns")
+
+    def __init__(self, *, columns: IndexColumns, block_nbytes: int) -> None:
+        self.columns = columns
+        self.block_nbytes = block_nbytes
+        self._blob = columns.names.data
+        self._file_numbers = {name: number for number, name in enumerate(columns.file_names)}
+        self._ordered = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files that the index names."""
+        return sum(self.columns.file_nbytes.tolist())
+
+    @property
+    def extent_count(self) -> int:
+        """How many extents all tensors have together; a tied tensor's count once per name."""
+        return len(self.columns.begins)
+
+    @property
+    def file_names(self) -> tuple[str, ...]:
+        return self.columns.file_names
+
+    def __len__(self) -> int:
+        return len(self.columns.dtype_codes)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._row(name) is not None
+
+    def __iter__(self) -> Iterator[TensorEntry]:
+        """Every tensor, sorted by name. Makes Python objects of all extents: for tools, not for planning."""
+        return (self._entry(row) for row in range(len(self)))
+
+    def names(self) -> list[str]:
+        """All names, sorted by their UTF-8 bytes."""
+        self.check_order()
+        return [self.raw_name(row).decode("utf-8") for row in range(len(self))]
+
+    def find(self, name: str) -> TensorEntry:
+        """The tensor called `name`, in O(log n).
+
+        Raises:
+            NotFoundError: There is none; the nearest names are suggested.
+        """
+        return self._entry(self._found(name))
+
+    def table(self, name: str) -> ExtentTable:
+        """The extents of the tensor called `name` as arrays (views, nothing is copied).
+
+        Raises:
+            NotFoundError: There is none; the nearest names are suggested.
+        """
+        return self._table(self._found(name))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole shape of the tensor called `name`, without making its extents."""
+        return self._shape(self._found(name))
+
+    def dtype(self, name: str) -> str:
+        """The dtype's name of the tensor called `name`, without making its extents."""
+        return self.columns.dtypes[int(self.columns.dtype_codes[self._found(name)])][0]
+
+    def files(self) -> tuple[FileEntry, ...]:
+        """All files, in the order of their numbers."""
+        return tuple(self._file(number) for number in range(len(self.file_names)))
+
+    def file(self, name: str) -> FileEntry:
+        """The file called `name`.
+
+        Raises:
+            NotFoundError: The index names no such file.
+        """
+        number = self._file_numbers.get(name)
+        if number is None:
+            raise NotFoundError(f"the index names no file {name!r}", hint=_nearest(name, self.file_names), file=name)
+        return self._file(number)
+
+    def raw_name(self, row: int) -> bytes:
+        starts = self.columns.name_starts
+        return bytes(self._blob[starts[row] : starts[row + 1]])
+
+    def check_order(self) -> None:
+        """Proves once that the names are sorted and unique, which bisection relies on.
+
+        Not done on opening: it costs as much as all the rest together at a million tensors. A name that is found is right in any case.
+
+        Raises:
+            FormatError: They are not.
+        """
+        if self._ordered:
+            return
+        blob, starts = bytes(self._blob), self.columns.name_starts.tolist()
+        names = [blob[begin:end] for begin, end in zip(starts, starts[1:], strict=False)]
+        for before, after in zip(names, names[1:], strict=False):
+            if before >= after:
+                raise FormatError(
+                    f"index: the tensor names {before[:200]!r} and {after[:200]!r} are out of order",
+                    hint="the index is foreign or damaged: run `tierstore verify`",
+                )
+        self._ordered = True
+
+    def _row(self, name: str) -> int | None:
+        try:
+            wanted = name.encode("utf-8")
+        except UnicodeEncodeError:
+            return None
+        low, high = 0, len(self)
+        while low < high:
+            middle = (low + high) // 2
+            if self.raw_name(middle) < wanted:
+                low = middle + 1
+            else:
+                high = middle
+        if low < len(self) and self.raw_name(low) == wanted:
+            return low
+        self.check_order()
+        return None
+
+    def _found(self, name: str) -> int:
+        row = self._row(name)
+        if row is None:
+            raise NotFoundError(f"the checkpoint has no tensor {name!r}", hint=_nearest(name, self.names()), tensor=name)
+        return row
+
+    def _shape(self, row: int) -> tuple[int, ...]:
+        columns = self.columns
+        return tuple(columns.shapes[columns.shape_starts[row] : columns.shape_starts[row + 1]].tolist())
+
+    def _table(self, row: int) -> ExtentTable:
+        c = self.columns
+        span = slice(int(c.extent_starts[row]), int(c.extent_starts[row + 1]))
+        box = slice(int(c.box_starts[row]), int(c.box_starts[row + 1]))
+        ndim = int(c.shape_starts[row + 1] - c.shape_starts[row])
+        rows = (span.stop - span.start, ndim)
+        return ExtentTable(
+            files=c.files[span],
+            begins=c.begins[span],
+            ends=c.ends[span],
+            offsets=c.offsets[box].reshape(rows),
+            sizes=c.sizes[box].reshape(rows),
+        )
+
+    def _entry(self, row: int) -> TensorEntry:
+        table, names = self._table(row), self.file_names
+        extents = zip(
+            table.files.tolist(), table.begins.tolist(), table.ends.tolist(), table.offsets.tolist(), table.sizes.tolist(), strict=True
+        )
+        return TensorEntry(
+            name=self.raw_name(row).decode("utf-8"),
+            dtype=self.columns.dtypes[int(self.columns.dtype_codes[row])][0],
+            shape=self._shape(row),
+            extents=tuple(
+                Extent(file=names[file], begin=begin, end=end, offsets=tuple(offsets), sizes=tuple(sizes))
+                for file, begin, end, offsets, sizes in extents
+            ),
+        )
+
+    def _file(self, number: int) -> FileEntry:
+        c = self.columns
+        digests = c.digests[c.block_starts[number] : c.block_starts[number + 1]]
+        return FileEntry(name=c.file_names[number], nbytes=int(c.file_nbytes[number]), block_digests=digests.tobytes())
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    if not names:
+        return "there are none at all"
+    # difflib takes milliseconds per thousand names: the neighbours in sorted order and a sample keep a typo in a large checkpoint cheap.
+    near = bisect.bisect_left(names, name)
+    candidates = {*names[max(0, near - 1000) : near + 1000], *names[:: max(1, len(names) // 1000)]}
+    close = difflib.get_close_matches(name, sorted(candidates), n=3)
+    return f"nearest are {', '.join(map(repr, close))}" if close else f"there are {len(names):,}, e.g. {names[0]!r}"
