@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timezone
 from pathlib import PurePath
 
 from tierstore.errors import FormatError, UsageError
@@ -27,6 +27,7 @@ __all__ = [
     "parse_reference",
     "part_name",
     "plain_uri",
+    "save_id_time",
     "shard_name",
 ]
 
@@ -47,6 +48,14 @@ def new_save_id(at: datetime) -> str:
     """Makes a ULID: 48 bits of milliseconds since the epoch, 80 random bits (https://github.com/ulid/spec)."""
     value = (int(at.timestamp() * 1000) << 80) | secrets.randbits(80)
     return "".join(_ALPHABET[(value >> shift) & 31] for shift in range(125, -1, -5))
+
+
+def save_id_time(save_id: str) -> datetime:
+    """When a save id was made, by its maker's clock; for people, it steers nothing. Years past 9999 are shown as 9999."""
+    millis = 0
+    for letter in save_id[:10]:
+        millis = millis << 5 | _ALPHABET.index(letter)
+    return datetime.fromtimestamp(min(millis / 1000, 253402300799), timezone.utc)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
