@@ -39,7 +39,7 @@ check: $(VENV)/.dev
 	$(bin)/mypy
 
 bench: $(VENV)/.dev
-	$(python) -m benchmarks $(ARGS)
+	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(python) $$script $(ARGS); done
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-data
