@@ -1,0 +1,265 @@
+"""The part of the worker that lives on the event loop: it writes images, feeds the lanes, and tells tickets what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tierstore.clock import Clock
+from tierstore.errors import SaveError, TierStoreError
+from tierstore.names import Attempt
+from tierstore.storage.contract import Source
+from tierstore.storage.sources import ThrottledSource
+from tierstore.tiers.catalog import RecordCache, scan
+from tierstore.tiers.commit import condemned_error
+from tierstore.tiers.copying import CopyContext, check_space
+from tierstore.tiers.jobs import PendingCopy, WorkerOptions
+from tierstore.tiers.lanes import Entry, Lane
+from tierstore.tiers.locks import RunLock
+from tierstore.tiers.opening import ensure_tier
+from tierstore.tiers.persist import persist
+from tierstore.tiers.promote import pending
+from tierstore.tiers.retry import Backoff, Verdict, judge
+from tierstore.tiers.saves import Save, SaveQueue, save_error
+from tierstore.tiers.tier import Tier, Tiers
+from tierstore.tiers.view import AttemptView, further, staging
+
+__all__ = ["Engine"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Engine:
+    """The part of the worker that lives on the event loop."""
+
+    tiers: Tiers
+    run: str
+    clock: Clock
+    options: WorkerOptions
+    queue: SaveQueue
+    lock: RunLock
+    context: CopyContext
+    lanes: dict[str, Lane] = field(default_factory=dict)
+    saves: dict[Attempt, Save] = field(default_factory=dict)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    cache: RecordCache = field(default_factory=RecordCache)
+    trouble: dict[str, str] = field(default_factory=dict)
+    """Tier → the last error of writing an image there, while it lasts."""
+    scanned: bool = False
+    scan_error: str = ""
+
+    # ---- tasks
+
+    async def main(self, started: Callable[[], None]) -> None:
+        for tier in self.tiers:
+            self.lanes[tier.name] = Lane(
+                context=self.context, tier=tier, options=self.options, lock=self.lock, reports=self
+            )
+        tasks = [asyncio.ensure_future(lane.run()) for lane in self.lanes.values()]
+        tasks += [asyncio.ensure_future(self.persist_all()), asyncio.ensure_future(self.rescan_when_idle())]
+        started()
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def persist_all(self) -> None:
+        """Writes images, oldest first."""
+        while True:
+            save = self.queue.take()
+            if save is None:
+                self.wake.clear()
+                if self.queue.waiting():
+                    continue  # it came in between
+                await self.wake.wait()
+                continue
+            try:
+                await self.persist_one(save)
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:  # noqa: BLE001 - boundary: a fault in the program fails this save, not the worker
+                log.exception("checkpoint=%s unexpected failure", save.job.attempt.folder)
+                failure = SaveError(f"unexpected {type(error).__name__} while saving: {error}", hint="report this fault")
+                failure.__cause__ = error
+                self.give_up(save, "writing its image", failure)
+            finally:
+                self.queue.finish(save)
+
+    async def persist_one(self, save: Save) -> None:
+        """Writes one image to the nearest tier that takes it; tries for as long as the process lives."""
+        backoff = Backoff(base_s=self.options.retry_first_s, cap_s=self.options.retry_most_s)
+        while not save.dropped:
+            for tier in (*staging(self.tiers), self.tiers.authority):
+                try:
+                    await self.persist_to(save, tier)
+                except TierStoreError as error:
+                    if judge(error) is Verdict.FAIL:
+                        self.give_up(save, f"writing to tier {tier.name!r}", error)
+                        return
+                    self.cannot_write(save, tier, error)
+                else:
+                    self.persisted(save, tier)
+                    return
+            self.queue.yield_turn(save)
+            save.reason = "failed, tried again: no tier takes it"
+            try:
+                await asyncio.wait_for(self.wake.wait(), backoff.next_s())
+            except asyncio.TimeoutError:
+                pass  # the pause is over
+            self.wake.clear()
+            if not self.queue.resume_turn(save):
+                return
+
+    async def persist_to(self, save: Save, tier: Tier) -> None:
+        job = save.job
+        await ensure_tier(self.tiers, tier)
+        await check_space(tier, job.nbytes)
+        limit = self.context.limits.get(tier.name)
+        shard: Source = job.shard if limit is None else ThrottledSource(job.shard, limit)
+        save.reason = f"being written to {tier.name}"
+        await persist(
+            tier,
+            job.attempt,
+            rank=job.rank,
+            world_size=job.world_size,
+            shard=shard,
+            tensors=job.tensors,
+            objects=job.objects,
+            facts=job.facts,
+            clock=self.clock,
+            authority=self.tiers.is_authority(tier),
+            block_nbytes=self.options.block_nbytes,
+        )
+
+    async def rescan_when_idle(self) -> None:
+        """Looks for what other processes left: at the start, and every now and then while there is nothing else to do."""
+        while True:
+            if not self.scanned or all(lane.idle for lane in self.lanes.values()):
+                await self.rescan()
+            await asyncio.sleep(self.options.rescan_s)
+
+    async def rescan(self) -> None:
+        try:
+            catalog = await scan(self.tiers, self.run, self.cache)
+        except TierStoreError as error:
+            if self.scan_error != error.message:
+                log.warning("run=%s can't look for pending work: %s", self.run, error.message)
+            self.scan_error = error.message
+            return
+        self.scanned, self.scan_error = True, ""
+        for copy in pending(catalog, self.tiers):
+            self.lanes[copy.tier].add(Entry(attempt=copy.attempt, own=copy.attempt in self.saves, nbytes=copy.nbytes))
+
+    # ---- events of a save
+
+    def persisted(self, save: Save, tier: Tier) -> None:
+        job = save.job
+        if self.trouble.pop(tier.name, None):
+            log.warning("tier=%s takes saves again", tier.name)
+        save.persisted = True
+        self.saves[job.attempt] = save
+        save.ticket.reach("staged")
+        if not self.tiers.is_authority(tier):
+            save.ticket.reach(tier.name)
+        # Every rank's worker can commit; rank 0 is the one to give up first on ranks that never report.
+        patience = self.options.commit_timeout_s * (1 if job.rank == 0 else 2)
+        for lane in self.lanes.values():
+            lane.add(
+                Entry(
+                    attempt=job.attempt,
+                    own=True,
+                    nbytes=job.nbytes,
+                    world_size=job.world_size,
+                    give_up_at=self.clock.monotonic() + patience if self.tiers.is_authority(lane.tier) else None,
+                )
+            )
+
+    def cannot_write(self, save: Save, tier: Tier, error: TierStoreError) -> None:
+        text = f"{type(error).__name__}: {error.message}"
+        if tier.name not in self.trouble:
+            log.warning("tier=%s checkpoint=%s can't take the save: %s", tier.name, save.job.attempt.folder, error.message)
+        self.trouble[tier.name] = text
+        key = f"{tier.name}:{type(error).__name__}"
+        if key not in save.reported:
+            save.reported += f" {key}"
+            save.ticket.report(tier.name, error)
+            if judge(error) is Verdict.REPORT:
+                self.queue.surface(save_error(save, f"writing to tier {tier.name!r} (it is tried again)", error))
+
+    def give_up(self, save: Save, where: str, error: TierStoreError) -> None:
+        failure = save_error(save, where, error)
+        save.ticket.fail(error)
+        self.queue.surface(failure)
+
+    # ---- LaneReports
+
+    def seen(self, attempt: Attempt, tier: Tier, view: AttemptView) -> None:
+        if view.log.committed and self.tiers.is_authority(tier):
+            self.feed_lanes(attempt)
+        save = self.saves.get(attempt)
+        if save is None:
+            return
+        ticket, rank = save.ticket, save.job.rank
+        if view.log.condemned and view.log.fate is not None:
+            self.give_up(save, "committing", condemned_error(view.log.fate, attempt))
+            self.saves.pop(attempt, None)
+            return
+        for node in staging(self.tiers):
+            if rank in view.ranks(node.name):
+                ticket.reach(node.name)
+        if view.log.committed:
+            ticket.reach("committed", self.tiers.authority.name)
+            for far in further(self.tiers):
+                if far.name in view.log.replicated:
+                    ticket.reach(far.name)
+            if ticket.done(self.tiers.durable_at.name):
+                ticket.reach("durable")
+        if not any(attempt in lane.attempts for lane in self.lanes.values()):
+            self.saves.pop(attempt, None)  # nothing is left to do, or to tell
+
+    def feed_lanes(self, attempt: Attempt) -> None:
+        """The commit is what the other lanes wait for: they look at once."""
+        for lane in self.lanes.values():
+            if not self.tiers.is_authority(lane.tier):
+                lane.add(Entry(attempt=attempt, own=attempt in self.saves))
+                lane.nudge(attempt)
+
+    def retrying(self, attempt: Attempt, tier: Tier, error: TierStoreError, *, needs_help: bool) -> None:
+        save = self.saves.get(attempt)
+        if save is None:
+            return
+        save.ticket.report(tier.name, error)
+        if needs_help:
+            self.queue.surface(save_error(save, f"copying to tier {tier.name!r} (it is tried again)", error))
+
+    def failed(self, attempt: Attempt, tier: Tier, error: TierStoreError) -> None:
+        save = self.saves.get(attempt)
+        if save is None:
+            log.error("tier=%s checkpoint=%s given up: %s", tier.name, attempt.folder, error.message)
+            return
+        levels = None if self.tiers.is_authority(tier) else [tier.name, *(["durable"] if tier.name == self.tiers.durable_at.name else [])]
+        save.ticket.fail(error, levels=levels)
+        self.queue.surface(save_error(save, f"copying to tier {tier.name!r}", error))
+        if levels is None:
+            self.saves.pop(attempt, None)
+
+    # ---- questions
+
+    def pending(self) -> list[PendingCopy]:
+        found = [
+            PendingCopy(attempt=s.job.attempt, tier=self.tiers.nearest.name, nbytes=s.job.nbytes, reason=s.reason)
+            for s in self.queue.waiting()
+        ]
+        for lane in self.lanes.values():
+            found += lane.pending()
+        return found
+
+    def kick(self) -> None:
+        self.wake.set()
+        for lane in self.lanes.values():
+            lane.kick()

@@ -1,0 +1,232 @@
+"""A lane: the task that brings attempts onto one tier, newest first, and keeps trying for as long as the process lives.
+
+Every tier has its own lane, so that a dead bucket holds up nothing but copies to that bucket: commits on the authority go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tierstore.errors import AccessError, LockedError, SaveError, TierStoreError
+from tierstore.names import Attempt
+from tierstore.tiers.advance import Outcome, advance
+from tierstore.tiers.copying import CopyContext
+from tierstore.tiers.jobs import PendingCopy, WorkerOptions
+from tierstore.tiers.locks import RunLock
+from tierstore.tiers.opening import ensure_tier
+from tierstore.tiers.retry import Backoff, Verdict, judge
+from tierstore.tiers.tier import Tier
+from tierstore.tiers.view import AttemptView
+
+__all__ = ["Entry", "Lane", "LaneReports"]
+
+log = logging.getLogger(__name__)
+
+_FOREIGN_LOOKS = 4
+"""How often a lane looks at an attempt of another process that waits for something, before the next rescan has to find it again."""
+
+
+class LaneReports(Protocol):
+    """Who is told what a lane finds."""
+
+    def seen(self, attempt: Attempt, tier: Tier, view: AttemptView) -> None:
+        """What the tiers hold of an attempt, after the lane of `tier` looked at it."""
+
+    def retrying(self, attempt: Attempt, tier: Tier, error: TierStoreError, *, needs_help: bool) -> None:
+        """A step failed and is tried again; told once for each kind of failure. `needs_help`: it will hardly pass by itself."""
+
+    def failed(self, attempt: Attempt, tier: Tier, error: TierStoreError) -> None:
+        """A step failed for good in this process."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """An attempt that waits for, or is being brought onto, a lane's tier."""
+
+    attempt: Attempt
+    own: bool
+    """Whether this process saved it, and so answers for it."""
+    nbytes: int = 0
+    world_size: int | None = None
+    give_up_at: float | None = None
+    """By the injected clock: when the authority's lane condemns the attempt if ranks are still missing."""
+    reason: str = "its turn"
+    not_before: float = 0.0
+    pause_s: float = 0.0
+    looks: int = 0
+    working: bool = False
+    put_off: bool = False
+    reported: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Lane:
+    """The work for one tier. Everything here runs on the event loop's thread."""
+
+    context: CopyContext
+    tier: Tier
+    options: WorkerOptions
+    lock: RunLock
+    reports: LaneReports
+    trouble: TierStoreError | None = None
+    """The last failure, while it lasts."""
+    last_error: str = ""
+    failing_since: float | None = None
+    _entries: dict[Attempt, Entry] = field(default_factory=dict)
+    _backoff: Backoff = field(default_factory=Backoff)
+    _not_before: float = 0.0
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _lockless: bool = False
+
+    def __post_init__(self) -> None:
+        self._backoff = Backoff(base_s=self.options.retry_first_s, cap_s=self.options.retry_most_s)
+
+    # ---- from outside
+
+    @property
+    def idle(self) -> bool:
+        return not self._entries
+
+    @property
+    def attempts(self) -> Collection[Attempt]:
+        return self._entries.keys()
+
+    def add(self, entry: Entry) -> None:
+        """Takes an attempt in. One of our own replaces what a scan had found of it."""
+        known = self._entries.get(entry.attempt)
+        if known is None or (entry.own and not known.own):
+            self._entries[entry.attempt] = entry
+            self._put_off_oldest()
+        self._wake.set()
+
+    def kick(self) -> None:
+        """Tries everything now, whatever it waits for."""
+        self._not_before = 0.0
+        for entry in self._entries.values():
+            entry.not_before, entry.pause_s = 0.0, 0.0
+        self._wake.set()
+
+    def nudge(self, attempt: Attempt) -> None:
+        """Looks at one attempt now: what it waited for has happened."""
+        entry = self._entries.get(attempt)
+        if entry is not None:
+            entry.not_before, entry.pause_s = 0.0, 0.0
+            self._wake.set()
+
+    def pending(self) -> Iterator[PendingCopy]:
+        now = asyncio.get_running_loop().time()
+        failing = 0.0 if self.failing_since is None else now - self.failing_since
+        for entry in self._newest_first():
+            reason = "being copied" if entry.working else "put off: newer checkpoints go first" if entry.put_off else entry.reason
+            yield PendingCopy(attempt=entry.attempt, tier=self.tier.name, nbytes=entry.nbytes, reason=reason, failing_s=failing)
+
+    # ---- the task
+
+    async def run(self) -> None:
+        """Works until cancelled."""
+        while True:
+            now = asyncio.get_running_loop().time()
+            entry = next((e for e in self._newest_first() if e.not_before <= now), None) if now >= self._not_before else None
+            if entry is not None:
+                await self._work(entry)
+                continue
+            due = max(self._not_before, min((e.not_before for e in self._entries.values()), default=now))
+            self._wake.clear()
+            try:
+                await asyncio.wait_for(self._wake.wait(), due - now if self._entries else None)
+            except asyncio.TimeoutError:
+                continue
+
+    def _newest_first(self) -> list[Entry]:
+        return sorted(self._entries.values(), key=lambda e: e.attempt, reverse=True)
+
+    def _put_off_oldest(self) -> None:
+        """Marks what a backlog pushes back; newest first is the order anyway, so put off means: when this lane is idle otherwise."""
+        if self.options.backlog != "skip_oldest":
+            return
+        for entry in self._newest_first()[self.options.max_waiting :]:
+            if not (entry.put_off or entry.working):
+                entry.put_off = True
+                log.info("tier=%s checkpoint=%s put off: newer checkpoints go first", self.tier.name, entry.attempt.folder)
+
+    async def _work(self, entry: Entry) -> None:
+        entry.working, entry.put_off = True, False
+        try:
+            await ensure_tier(self.context.tiers, self.tier)
+            outcome = await self._advance(entry)
+        except TierStoreError as error:
+            self._failed(entry, error)
+        except Exception as error:  # noqa: BLE001 - boundary: a fault in the program ends this copy, not the lane
+            log.exception("tier=%s checkpoint=%s unexpected failure", self.tier.name, entry.attempt.folder)
+            failure = SaveError(f"unexpected {type(error).__name__} while copying to {self.tier.name!r}: {error}", hint="report this fault")
+            failure.__cause__ = error
+            self._failed(entry, failure)
+        else:
+            self._moved(entry, outcome)
+        finally:
+            entry.working = False
+
+    async def _advance(self, entry: Entry) -> Outcome:
+        """Under the lock; while another process has it, only looks at how far that one has come."""
+        due = entry.give_up_at is not None and self.context.clock.monotonic() >= entry.give_up_at
+        locked = False
+        try:
+            self.lock.acquire()
+            locked = True
+        except LockedError:
+            return await advance(self.context, entry.attempt, self.tier, act=False, world_size=entry.world_size)
+        except AccessError as error:  # a node tier that is broken must not keep what lies elsewhere from being committed
+            if not self._lockless:
+                log.warning("tier=%s working without a lock: %s", self.tier.name, error.message)
+            self._lockless = True
+        try:
+            return await advance(self.context, entry.attempt, self.tier, world_size=entry.world_size, give_up=due)
+        finally:
+            if locked:
+                self.lock.release()
+
+    def _moved(self, entry: Entry, outcome: Outcome) -> None:
+        if self.trouble is not None:
+            log.warning("tier=%s works again", self.tier.name)
+        self.trouble, self.failing_since, self._not_before = None, None, 0.0
+        self._backoff.reset()
+        entry.reported = ""
+        if outcome.done:
+            del self._entries[entry.attempt]
+        else:
+            entry.reason = f"waiting for {outcome.waiting}"
+            self._pause(entry)
+            entry.looks += 1
+            if not entry.own and entry.looks >= _FOREIGN_LOOKS:
+                del self._entries[entry.attempt]
+        self.reports.seen(entry.attempt, self.tier, outcome.view)
+
+    def _failed(self, entry: Entry, error: TierStoreError) -> None:
+        verdict = judge(error)
+        self.last_error = f"{type(error).__name__}: {error.message}"
+        if verdict is Verdict.WAIT:
+            self._pause(entry)
+            return
+        if verdict is Verdict.FAIL:
+            del self._entries[entry.attempt]
+            self.reports.failed(entry.attempt, self.tier, error)
+            return
+        now = asyncio.get_running_loop().time()
+        if self.trouble is None or type(self.trouble) is not type(error):
+            log.warning("tier=%s checkpoint=%s will be tried again: %s", self.tier.name, entry.attempt.folder, error.message)
+        self.trouble = error
+        self.failing_since = now if self.failing_since is None else self.failing_since
+        self._not_before = now + (self.options.retry_most_s if verdict is Verdict.REPORT else self._backoff.next_s())
+        entry.not_before = self._not_before + self.options.poll_s  # others get their turn first: the fault may be this one's alone
+        entry.reason = f"failed, tried again: {self.last_error}"
+        if entry.reported != type(error).__name__:
+            entry.reported = type(error).__name__
+            self.reports.retrying(entry.attempt, self.tier, error, needs_help=verdict is Verdict.REPORT)
+
+    def _pause(self, entry: Entry) -> None:
+        entry.pause_s = min(max(self.options.poll_s, entry.pause_s * 1.5), 20 * self.options.poll_s)
+        entry.not_before = asyncio.get_running_loop().time() + entry.pause_s

@@ -1,0 +1,192 @@
+"""The worker's own saves: the queue of images with its backlog rule, the tickets, and the errors that wait to be raised."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tierstore.errors import ClosedError, DeadlineError, SaveError, TierStoreError
+from tierstore.tiers.jobs import SaveJob, WorkerOptions
+from tierstore.tiers.ticket import Ticket
+
+__all__ = ["Save", "SaveQueue", "save_error"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Save:
+    """One save on its way: the job, and the ticket that its caller holds."""
+
+    job: SaveJob
+    ticket: Ticket
+    writing: bool = False
+    """Its image is being written now: it can't be skipped."""
+    dropped: bool = False
+    released: bool = False
+    persisted: bool = False
+    reason: str = "its turn"
+    reported: str = ""
+
+    def release(self) -> None:
+        if not self.released:
+            self.released = True
+            self.job.release()
+
+
+class SaveQueue:
+    """Images in memory, oldest first, bounded in bytes. Thread-safe: callers put, the event loop takes.
+
+    Args:
+        options: Rule and bound.
+        wake: Called after each change that the taker should look at.
+    """
+
+    def __init__(self, options: WorkerOptions, wake: Callable[[], None]) -> None:
+        self._options = options
+        self._wake = wake
+        self._changed = threading.Condition()
+        self._queue: deque[Save] = deque()
+        self._errors: list[TierStoreError] = []
+        self._closed = False
+        self.in_flight_nbytes = 0
+        self.peak_nbytes = 0
+
+    # ---- for callers
+
+    def make_room(self, nbytes: int, *, timeout_s: float | None = None) -> None:
+        """Returns when an image of `nbytes` bytes fits into the bound, by the backlog rule.
+
+        Raises:
+            DeadlineError: It does not fit within `timeout_s` seconds; names the saves in the way.
+            ClosedError: The worker was closed meanwhile.
+        """
+        with self._changed:
+            self._make_room(nbytes, timeout_s)
+
+    def put(self, save: Save, *, timeout_s: float | None = None) -> None:
+        """Takes a save in, when its image fits; errors as `make_room`."""
+        with self._changed:
+            self._make_room(save.job.nbytes, timeout_s)
+            self._queue.append(save)
+            self.in_flight_nbytes += save.job.nbytes
+            self.peak_nbytes = max(self.peak_nbytes, self.in_flight_nbytes)
+        self._wake()
+
+    def close(self) -> None:
+        """Lets no more saves in; callers that wait get ClosedError."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def raise_errors(self) -> None:
+        """Raises what went wrong in the background since the last call, each error once; the first one, naming how many more.
+
+        Raises:
+            SaveError: Its ``__cause__`` is the reason.
+        """
+        with self._changed:
+            errors, self._errors = self._errors, []
+        if not errors:
+            return
+        for further in errors[1:]:
+            log.error("reported with an earlier error: %s", further.message)
+        raise errors[0]
+
+    def surface(self, error: TierStoreError) -> None:
+        """Keeps an error for the caller's next call, or only logs it, as the configuration says."""
+        log.error("%s", error.message)
+        if self._options.on_error == "raise":
+            with self._changed:
+                self._errors.append(error)
+
+    # ---- for the taker
+
+    def waiting(self) -> list[Save]:
+        """The saves whose image is in memory, oldest first."""
+        with self._changed:
+            return list(self._queue)
+
+    def take(self) -> Save | None:
+        """The oldest save, marked as being written; it stays in the queue until `finish`."""
+        with self._changed:
+            if not self._queue:
+                return None
+            self._queue[0].writing = True
+            return self._queue[0]
+
+    def yield_turn(self, save: Save) -> None:
+        """The write failed and will be tried again: until then the save may be skipped."""
+        with self._changed:
+            save.writing = False
+            self._changed.notify_all()
+
+    def resume_turn(self, save: Save) -> bool:
+        """Takes the turn again; False if the save was skipped meanwhile."""
+        with self._changed:
+            save.writing = not save.dropped
+            return save.writing
+
+    def finish(self, save: Save) -> None:
+        """The image is durable, or given up: its memory is free."""
+        with self._changed:
+            if save in self._queue:
+                self._queue.remove(save)
+                self.in_flight_nbytes -= save.job.nbytes
+            self._changed.notify_all()
+        save.release()
+
+    # ---- inside, under the lock
+
+    def _make_room(self, nbytes: int, timeout_s: float | None) -> None:
+        if self._closed:
+            raise _closed()
+        if self._options.backlog == "skip_oldest":
+            while not self._fits(nbytes) and (victim := next((s for s in self._queue if not s.writing), None)) is not None:
+                self._skip(victim)
+        if not self._changed.wait_for(lambda: self._closed or self._fits(nbytes), timeout_s):
+            steps = ", ".join(str(s.job.attempt.step) for s in self._queue)
+            raise DeadlineError(
+                f"no room for an image of {nbytes} bytes within {timeout_s:g} s: the saves of steps {steps} are still in memory",
+                hint="save less often, raise io.max_inflight, or set save.backlog: skip_oldest",
+            )
+        if self._closed:
+            raise _closed()
+
+    def _fits(self, nbytes: int) -> bool:
+        return self.in_flight_nbytes == 0 or self.in_flight_nbytes + nbytes <= self._options.max_inflight
+
+    def _skip(self, save: Save) -> None:
+        self._queue.remove(save)
+        self.in_flight_nbytes -= save.job.nbytes
+        save.dropped = True
+        save.release()
+        attempt = save.job.attempt
+        error = SaveError(
+            f"step {attempt.step} of run {attempt.run!r} was skipped: newer saves came before it could be written (save.backlog: skip_oldest)",
+            hint="save less often, raise io.max_inflight, or set save.backlog: block",
+            run=attempt.run,
+            step=attempt.step,
+        )
+        log.warning("%s", error.message)
+        save.ticket.fail(error)
+
+
+def save_error(save: Save, where: str, reason: TierStoreError) -> SaveError:
+    """A background failure as its caller gets it: names step and tier, and keeps the reason as its cause."""
+    attempt = save.job.attempt
+    error = SaveError(
+        f"step {attempt.step} of run {attempt.run!r}: {where} failed: {type(reason).__name__}: {reason.message}",
+        hint=reason.hint,
+        run=attempt.run,
+        step=attempt.step,
+    )
+    error.__cause__ = reason
+    return error
+
+
+def _closed() -> ClosedError:
+    return ClosedError("the background worker is closed", hint="open the store again with tierstore.open(...)")

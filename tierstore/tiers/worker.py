@@ -1,0 +1,333 @@
+"""The background work of one store: persist each save, commit it, promote it; as tasks on the store's event loop.
+
+Saves are written to the nearest tier oldest first, one at a time, and their memory is free again at once; from there on a save is
+only what the tiers hold of it, and lanes (one per tier) bring it on, as they do with whatever a dead process left. So there is
+nothing to recover after a kill but to look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
+
+from tierstore.clock import Clock
+from tierstore.errors import ClosedError, DeadlineError, LockedError, TierStoreError
+from tierstore.tiers.copying import CopyContext
+from tierstore.tiers.engine import Engine
+from tierstore.tiers.jobs import PendingCopy, SaveJob, WorkerOptions
+from tierstore.tiers.locks import RunLock, lock_path
+from tierstore.tiers.progress import NO_PROGRESS, Progress, TransferBoard
+from tierstore.tiers.promote import ReconcileReport, reconcile
+from tierstore.tiers.saves import Save, SaveQueue
+from tierstore.tiers.status import Status, WorkerView, collect_status
+from tierstore.tiers.ticket import Ticket
+from tierstore.tiers.tier import Tiers
+
+__all__ = ["SaveJob", "Worker", "WorkerOptions", "WorkerSession"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_ADOPT_WAIT_S = 30.0
+_POLL_S = 0.02
+
+
+class WorkerSession(Protocol):
+    """What the worker needs of a `Session`."""
+
+    @property
+    def tiers(self) -> Tiers: ...
+
+    @property
+    def clock(self) -> Clock: ...
+
+    def run_coroutine(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T: ...
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]: ...
+
+
+class Worker:
+    """The background work of one run in one process. Thread-safe; inert in a forked child; starts with the first save.
+
+    Args:
+        session: Tiers, clock and event loop.
+        run: The run.
+        rank: This process's rank.
+        options: The rules.
+        progress: Told as bytes arrive on tiers.
+    """
+
+    def __init__(
+        self,
+        session: WorkerSession,
+        run: str,
+        *,
+        rank: int = 0,
+        options: WorkerOptions | None = None,
+        progress: Progress = NO_PROGRESS,
+    ) -> None:
+        self._session = session
+        self.run = run
+        self.rank = rank
+        self.options = options or WorkerOptions()
+        self._queue = SaveQueue(self.options, self._wake)
+        self._board = TransferBoard(progress)
+        self._starting = threading.Lock()
+        self._engine: Engine | None = None
+        self._main: concurrent.futures.Future[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock: RunLock | None = None
+        self._pid = os.getpid()
+        self._closed = False
+
+    # ---- saving
+
+    def make_room(self, nbytes: int = 0, *, timeout_s: float | None = None) -> None:
+        """Waits, or skips the oldest save, until an image of `nbytes` bytes fits: call it before staging one.
+
+        Raises:
+            DeadlineError: No room within `timeout_s` seconds.
+        """
+        self._check_usable()
+        self._queue.make_room(nbytes, timeout_s=timeout_s)
+
+    def submit(self, job: SaveJob, *, timeout_s: float | None = None) -> Ticket:
+        """Takes a staged save; returns when its image fits into the bound of bytes in memory.
+
+        Raises:
+            SaveError: An earlier save failed in the background; this one was not taken.
+            DeadlineError: No room within `timeout_s` seconds; this save was not taken.
+            ClosedError: The worker is closed, or belongs to another process.
+        """
+        self._check_usable()
+        self.raise_errors()
+        tiers = self._start().tiers
+        ticket = Ticket(job.attempt, tiers=tiers.names, clock=self._session.clock)
+        self._queue.put(Save(job=job, ticket=ticket), timeout_s=timeout_s)
+        return ticket
+
+    def raise_errors(self) -> None:
+        """Raises the first background error that no call has raised yet; each is raised once and stays on its ticket.
+
+        Raises:
+            SaveError: Names step and tier; ``__cause__`` is the reason.
+        """
+        self._queue.raise_errors()
+
+    # ---- what others left
+
+    def adopt(self) -> ReconcileReport | None:
+        """Commits what a dead process left complete on this node, then lets the background work go on with the rest.
+
+        Failures are logged, not raised: what can't be committed now is tried again in the background.
+
+        Returns:
+            What was done; None where another process on this node is at it.
+        """
+        self._check_usable()
+        tiers = self._start().tiers
+        work = reconcile(
+            tiers, self.run, clock=self._session.clock, commit_only=True, lock=self._run_lock(tiers), wait_s=_ADOPT_WAIT_S
+        )
+        try:
+            report = self._session.run_coroutine(work)
+        except LockedError as error:
+            log.warning("%s", error.message)
+            return None
+        except TierStoreError as error:
+            log.warning("run=%s what an earlier process left can't be looked at: %s", self.run, error.message)
+            return None
+        self._call(lambda engine: engine.kick())
+        return report
+
+    # ---- waiting and ending
+
+    def drain(self, deadline_s: float | None = None) -> None:
+        """Returns when every save is written, committed and on every tier, and nothing that other processes left is pending.
+
+        Args:
+            deadline_s: Seconds; None: until done, but a tier that has been failing for `WorkerOptions.patience_s` is given up.
+
+        Raises:
+            DeadlineError: Names what is pending where (``context["pending"]``: `PendingCopy`). Nothing is lost: what is on a tier is
+                resumed by this worker, the next process, or `tierstore sync`.
+            SaveError: A save failed and no call has said so yet.
+        """
+        self._check_usable()
+        self._drain(self._start(), deadline_s, rescan=True)
+
+    def pending(self) -> tuple[PendingCopy, ...]:
+        """What is not where it should be yet, newest first for each tier."""
+        engine = self._engine
+        return () if engine is None or self._forked() else tuple(self._session.run_coroutine(_ask(engine)))
+
+    def status(self) -> Status:
+        """What each tier holds and lacks, what is under way, and the last errors.
+
+        Raises:
+            StorageError: No tier can be reached.
+        """
+        self._check_usable()
+        engine = self._engine
+        view = WorkerView() if engine is None else self._session.run_coroutine(_view(engine, self._board))
+        return self._session.run_coroutine(collect_status(self._session.tiers, self.run, clock=self._session.clock, worker=view))
+
+    def close(self, deadline_s: float | None = None) -> None:
+        """Drains, then ends; idempotent. After a missed deadline the work is ended where it is: nothing half-done is visible.
+
+        Raises:
+            DeadlineError, SaveError: As `drain`; the worker is closed all the same.
+        """
+        if self._closed or self._forked():
+            self._closed = True
+            return
+        self._queue.close()
+        try:
+            if self._engine is not None:
+                self._drain(self._engine, deadline_s, rescan=False)
+            self.raise_errors()
+        finally:
+            self._closed = True
+            self._stop()
+
+    # ---- inside
+
+    def _forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    def _check_usable(self) -> None:
+        if self._forked():
+            raise ClosedError("this worker belongs to the parent process", hint="open a store of its own in each forked process")
+        if self._closed:
+            raise ClosedError(f"the background worker of run {self.run!r} is closed", hint="open the store again with tierstore.open(...)")
+
+    def _run_lock(self, tiers: Tiers) -> RunLock:
+        if self._lock is None:
+            self._lock = RunLock(lock_path(tiers, self.run), self.run)
+        return self._lock
+
+    def _start(self) -> Engine:
+        with self._starting:
+            if self._engine is None:
+                tiers = self._session.tiers
+                self._engine = self._session.run_coroutine(self._make(tiers))
+                started = threading.Event()
+                self._main = self._session.submit(self._engine.main(started.set))
+                started.wait()
+            return self._engine
+
+    async def _make(self, tiers: Tiers) -> Engine:
+        self._loop = asyncio.get_running_loop()
+        context = CopyContext.make(
+            tiers,
+            self._session.clock,
+            budget_nbytes=self.options.copy_nbytes,
+            files_in_flight=self.options.files_in_flight,
+            progress=self._board,
+        )
+        return Engine(
+            tiers=tiers,
+            run=self.run,
+            clock=self._session.clock,
+            options=self.options,
+            queue=self._queue,
+            lock=self._run_lock(tiers),
+            context=context,
+        )
+
+    def _stop(self) -> None:
+        main, self._main = self._main, None
+        if main is None:
+            return
+        main.cancel()
+        concurrent.futures.wait([main], timeout=60.0)
+        for save in self._queue.waiting():
+            save.ticket.fail(ClosedError("the worker was closed before this save was written", hint="give close() a longer deadline"))
+            self._queue.finish(save)
+
+    def _wake(self) -> None:
+        self._call(lambda engine: engine.wake.set())
+
+    def _call(self, action: Any) -> None:
+        engine, loop = self._engine, self._loop
+        if engine is not None and loop is not None:
+            try:
+                loop.call_soon_threadsafe(action, engine)
+            except RuntimeError:
+                log.debug("run=%s the event loop has ended", self.run)
+
+    def _drain(self, engine: Engine, deadline_s: float | None, *, rescan: bool) -> None:
+        left = self._session.run_coroutine(self._drained(engine, deadline_s, rescan=rescan))
+        if left:
+            self._log_unraised()
+            raise self._deadline_error(left, deadline_s)
+        self.raise_errors()
+
+    async def _drained(self, engine: Engine, deadline_s: float | None, *, rescan: bool) -> list[PendingCopy]:
+        """Waits; returns what is left when the deadline, or the patience with failing tiers, is over."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        looking = asyncio.ensure_future(engine.rescan()) if rescan else None
+        engine.kick()
+        try:
+            while True:
+                left = engine.pending()
+                waited = loop.time() - began
+                if not left and (looking is None or looking.done()):
+                    return []
+                if deadline_s is not None and waited >= deadline_s:
+                    return left
+                if deadline_s is None and left and all(min(p.failing_s, waited) >= self.options.patience_s for p in left):
+                    return left
+                await asyncio.sleep(_POLL_S)
+        finally:
+            if looking is not None:
+                looking.cancel()
+                await asyncio.gather(looking, return_exceptions=True)
+
+    def _log_unraised(self) -> None:
+        try:
+            self.raise_errors()
+        except TierStoreError as error:
+            log.error("reported with the missed deadline: %s", error.message)
+
+    def _deadline_error(self, left: list[PendingCopy], deadline_s: float | None) -> DeadlineError:
+        unwritten = {s.job.attempt.step for s in self._queue.waiting()}
+        by_tier: dict[str, list[PendingCopy]] = {}
+        for copy in left:
+            by_tier.setdefault(copy.tier, []).append(copy)
+        texts = [
+            f"{tier}: steps {', '.join(str(s) for s in sorted({c.attempt.step for c in copies}))} "
+            f"({sum(c.nbytes for c in copies)} bytes; {copies[0].reason})"
+            for tier, copies in by_tier.items()
+        ]
+        when = f"within {deadline_s:g} s" if deadline_s is not None else f"while tiers kept failing for {self.options.patience_s:g} s"
+        lost = f"; steps {', '.join(map(str, sorted(unwritten)))} are in memory only" if unwritten else ""
+        return DeadlineError(
+            f"run {self.run!r}: not done {when}: {'; '.join(texts)}{lost}",
+            hint="what lies on a tier is resumed by the next process or by `tierstore sync`",
+            run=self.run,
+            pending=left,
+        )
+
+
+async def _ask(engine: Engine) -> list[PendingCopy]:
+    return engine.pending()
+
+
+async def _view(engine: Engine, board: TransferBoard) -> WorkerView:
+    errors = {name: lane.last_error for name, lane in engine.lanes.items() if lane.trouble is not None}
+    errors.update(engine.trouble)
+    return WorkerView(
+        pending=tuple(engine.pending()),
+        transfers=board.transfers(),
+        in_memory_nbytes=engine.queue.in_flight_nbytes,
+        errors=errors,
+        last_errors={name: lane.last_error for name, lane in engine.lanes.items() if lane.last_error},
+    )
