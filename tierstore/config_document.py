@@ -32,7 +32,7 @@ class Document:
 
     def line(self, path: KeyPath) -> int | None:
         """The line of `path`, or of the nearest key above it that the text has."""
-        for length in range(len(path), 0, -1):
+        for length in range(len(path), -1, -1):
             if path[:length] in self.lines:
                 return self.lines[path[:length]]
         return None
@@ -55,7 +55,10 @@ def parse_yaml(text: str, name: str) -> Document:
         mark = error.problem_mark or error.context_mark
         reason = f"not valid YAML: {error.problem or error.context}"
         column = f", near column {mark.column + 1}" if mark else ""
-        document.complain((), reason + column, "check quotes, brackets and indentation there", mark.line + 1 if mark else None)
+        remedy = "check quotes, brackets and indentation there"
+        if mark and "${" in "".join(text.splitlines()[mark.line : mark.line + 1]):
+            remedy = 'within {…} and […] quote a variable: "${NAME}"'
+        document.complain((), reason + column, remedy, mark.line + 1 if mark else None)
         return document
     except (yaml.YAMLError, RecursionError) as error:
         reason = "a character that YAML does not allow" if isinstance(error, yaml.YAMLError) else "nested too deeply"

@@ -32,8 +32,11 @@ _KINDS = {
 
 def explain(error: ValidationError, model: type[BaseModel]) -> Iterator[Mistake]:
     """Yields one mistake for each of pydantic's errors about `model`, in their order."""
-    for detail in error.errors(include_url=False):
+    details = error.errors(include_url=False)
+    for detail in details:
         path: KeyPath = detail["loc"]
+        if detail["type"] == "too_short" and any(len(d["loc"]) > len(path) and d["loc"][: len(path)] == path for d in details):
+            continue  # pydantic counts only the good items of a list; the bad ones are told one by one
         cause = detail.get("ctx", {}).get("error")
         if isinstance(cause, MistakesError):
             yield from cause.mistakes

@@ -102,7 +102,7 @@ def _line(mistake: Mistake, subject: str) -> str:
 
 
 def _shown(mistake: Mistake) -> str:
-    if any(is_secret(step) for step in mistake.path):
+    if any(is_secret(step) for step in mistake.path) or ("options" in mistake.path and not isinstance(mistake.value, Mapping)):
         return MASK
     text = repr(redact(mistake.value))
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 1]}…"
