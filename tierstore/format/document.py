@@ -10,7 +10,16 @@ from typing import Any
 
 from tierstore.errors import FormatError, UsageError, VersionError
 
-__all__ = ["FORMAT_VERSION", "MAX_DOCUMENT_NBYTES", "check_version", "decode_document", "encode_document", "load_json", "plain_json", "restore_json"]
+__all__ = [
+    "FORMAT_VERSION",
+    "MAX_DOCUMENT_NBYTES",
+    "check_version",
+    "decode_document",
+    "encode_document",
+    "load_json",
+    "plain_json",
+    "restore_json",
+]
 
 FORMAT_VERSION = "1.0"
 """Written into everything. A reader refuses a newer major version by name, and ignores unknown fields of a newer minor one."""

@@ -165,7 +165,9 @@ def encode_header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], meta
     try:
         raw = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UsageError(f"a tensor name is no valid Unicode: {error.reason}", hint="remove lone surrogates from the state's keys") from error
+        raise UsageError(
+            f"a tensor name is no valid Unicode: {error.reason}", hint="remove lone surrogates from the state's keys"
+        ) from error
     total = -(-(8 + len(raw)) // alignment) * alignment
     if total - 8 > MAX_HEADER_NBYTES:
         raise UsageError(

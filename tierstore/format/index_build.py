@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -32,8 +34,10 @@ def build_index(tensors: Iterable[TensorEntry], files: Iterable[FileEntry], bloc
     try:
         rows = sorted(((tensor.name.encode("utf-8"), tensor) for tensor in tensors), key=lambda row: row[0])
     except UnicodeEncodeError as error:
-        raise UsageError(f"a tensor name is no valid Unicode: {error.object!r}", hint="remove lone surrogates from the state's keys") from error
-    for (before, _), (name, _) in zip(rows, rows[1:], strict=False):
+        raise UsageError(
+            f"a tensor name is no valid Unicode: {error.object!r}", hint="remove lone surrogates from the state's keys"
+        ) from error
+    for (before, _), (name, _) in pairwise(rows):
         if before == name:
             raise UsageError(f"the tensor name {name.decode()!r} stands there twice", hint="each name is stored once")
     entries = [tensor for _, tensor in rows]
@@ -115,7 +119,9 @@ def merge_indexes(indexes: Sequence[Index], *, labels: Sequence[str] | None = No
     first = np.flatnonzero(np.diff(tensor_of, prepend=-1))
 
     label_of = np.repeat(np.arange(len(indexes)), [len(index) for index in indexes])[order]
-    dtype_of = _concat([np.array([codes[e] for e in c.dtypes] or [0], dtype=np.uint16)[c.dtype_codes] for c in all_columns], np.uint16)[order]
+    dtype_of = _concat([np.array([codes[e] for e in c.dtypes] or [0], dtype=np.uint16)[c.dtype_codes] for c in all_columns], np.uint16)[
+        order
+    ]
     ndim = _concat([np.diff(c.shape_starts) for c in all_columns], np.int64)
     extents = _concat([np.diff(c.extent_starts) for c in all_columns], np.int64)
     shapes = _gather(_concat([c.shapes for c in all_columns], np.int64), ndim, order)
@@ -165,7 +171,7 @@ def _merged_files(indexes: Sequence[Index], labels: Sequence[str]) -> tuple[str,
     return tuple(owner)
 
 
-def _concat(arrays: Sequence[np.ndarray[tuple[int, ...], np.dtype[np.generic]]], dtype: type[np.generic]) -> np.ndarray:  # type: ignore[type-arg]
+def _concat(arrays: Sequence[np.ndarray[tuple[int, ...], np.dtype[np.generic]]], dtype: type[np.generic]) -> Any:
     return np.concatenate([np.zeros(0, dtype), *arrays])
 
 

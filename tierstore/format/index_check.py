@@ -136,4 +136,5 @@ def _tiled_shapes(c: IndexColumns, ndim: Ints, counts: Ints) -> Ints:
     extents_ndim = np.repeat(ndim, counts)
     begins = np.repeat(c.shape_starts[:-1], counts)
     within = np.arange(len(c.offsets), dtype=np.int64) - np.repeat(np.cumsum(extents_ndim) - extents_ndim, extents_ndim)
-    return c.shapes[np.repeat(begins, extents_ndim) + within]
+    tiled: Ints = c.shapes[np.repeat(begins, extents_ndim) + within]
+    return tiled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -120,6 +121,6 @@ def _file_names(columns: Mapping[str, Array], kind: str) -> tuple[str, ...]:
         raise FormatError(f"{kind}: the column 'file_name_starts' does not cut the file names", hint="the file is foreign or damaged")
     cuts = starts.tolist()
     try:
-        return tuple(str(blob[begin:end], "utf-8") for begin, end in zip(cuts, cuts[1:], strict=False))
+        return tuple(str(blob[begin:end], "utf-8") for begin, end in pairwise(cuts))
     except UnicodeDecodeError as error:
         raise FormatError(f"{kind}: a file name is not UTF-8", hint="the file is foreign or damaged") from error

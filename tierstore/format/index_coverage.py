@@ -34,7 +34,7 @@ def check_coverage(index: Index) -> None:
     np.add.at(total, tensor_of, volumes)
     rough = np.bincount(tensor_of, weights=volumes.astype(np.float64), minlength=len(index))
     wrong = (total != wanted) | (np.abs(rough - wanted) > 1.0 + 1e-6 * wanted)
-    irregular = _irregular(tensor_of, extent_ndim, box_of, c.offsets, c.sizes, volumes)
+    irregular = _irregular(len(index), tensor_of, extent_ndim, box_of, c.offsets, c.sizes, volumes)
     for row in np.flatnonzero(wrong | irregular).tolist():
         _explain(index, row)
 
@@ -48,10 +48,10 @@ def _products(values: Ints, starts: Ints, counts: Ints) -> Ints:
 
 
 def _irregular(
-    tensor_of: Ints, extent_ndim: Ints, box_of: Ints, offsets: Ints, sizes: Ints, volumes: Ints
+    tensors: int, tensor_of: Ints, extent_ndim: Ints, box_of: Ints, offsets: Ints, sizes: Ints, volumes: Ints
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
     """Which tensors have boxes that don't separate axis by axis (overlapping, or tiled in a way that needs the slow check)."""
-    marked = np.zeros(int(tensor_of[-1]) + 1 if len(tensor_of) else 0, dtype=bool)
+    marked = np.zeros(tensors, dtype=bool)
     live = np.flatnonzero(volumes > 0)
     group = tensor_of[live].copy()
     for axis in range(int(extent_ndim[live].max(initial=0)) + 1):
@@ -77,8 +77,7 @@ def _irregular(
         group = np.cumsum(fresh | ~equal)
         keep = ~marked[tensor_of[live]]
         live, group = live[keep], group[keep]
-    full = np.zeros(0, dtype=bool) if not len(marked) else marked
-    return full
+    return marked
 
 
 def _explain(index: Index, row: int) -> None:

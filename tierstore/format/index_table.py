@@ -10,6 +10,7 @@ import bisect
 import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -216,8 +217,8 @@ class Index:
         if self._ordered:
             return
         blob, starts = bytes(self._blob), self.columns.name_starts.tolist()
-        names = [blob[begin:end] for begin, end in zip(starts, starts[1:], strict=False)]
-        for before, after in zip(names, names[1:], strict=False):
+        names = [blob[begin:end] for begin, end in pairwise(starts)]
+        for before, after in pairwise(names):
             if before >= after:
                 raise FormatError(
                     f"index: the tensor names {before[:200]!r} and {after[:200]!r} are out of order",

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tierstore.errors import UsageError
+from tierstore.errors import FormatError, UsageError
 
-__all__ = ["BUILTIN_TAGS", "MAX_DEPTH", "Codec", "ObjectCodecs", "Opaque", "TensorRef"]
+__all__ = ["BUILTIN_TAGS", "MAX_DEPTH", "TAG", "Codec", "ObjectCodecs", "Opaque", "TensorRef"]
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ BUILTIN_TAGS = frozenset(
         "tuple",
     }
 )
-_TAG = re.compile(r"[A-Za-z_][A-Za-z0-9_.:/+-]{0,99}")
+TAG = re.compile(r"[A-Za-z_][A-Za-z0-9_.:/+-]{0,99}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +85,42 @@ class ObjectCodecs:
         Raises:
             UsageError: The tag is malformed, one of ours, or taken, or the type has a codec already.
         """
-        if not _TAG.fullmatch(tag) or tag in BUILTIN_TAGS:
+        if not TAG.fullmatch(tag) or tag in BUILTIN_TAGS:
             raise UsageError(f"{tag!r} can't be a codec's tag", hint="use letters, digits and _.:/+-, e.g. 'mylib.Config'")
         if tag in self._by_tag or type in self._by_type:
             raise UsageError(f"a codec for {type.__qualname__} or with the tag {tag!r} is registered already", hint="register it once")
         codec = Codec(type=type, tag=tag, encode=encode, decode=decode)
         self._by_type[type] = self._by_tag[tag] = codec
 
-    def for_type(self, type: type) -> Codec | None:
+    def find(self, type: type) -> Codec | None:
         """The codec of exactly this type, if any."""
         return self._by_type.get(type)
 
-    def for_tag(self, tag: str) -> Codec | None:
+    def tagged(self, tag: str) -> Codec | None:
         """The codec with this tag, if any."""
         return self._by_tag.get(tag)
+
+    def decode(self, tag: str, value: Any) -> Any:
+        """Makes an object of a decoded value, by the codec that wrote it.
+
+        Raises:
+            FormatError: No codec has this tag, or the codec could not read the value.
+        """
+        codec = self._by_tag.get(tag)
+        if codec is None:
+            raise FormatError(
+                f"objects: a value has the unknown tag {tag[:100]!r}",
+                hint="register the codec that wrote it, or read the tree without codecs",
+                tag=tag,
+            )
+        try:
+            return codec.decode(value)
+        except Exception as error:  # boundary: the codec is the caller's code, and the value came from outside
+            raise FormatError(
+                f"objects: the codec {tag!r} could not read a value: {type(error).__name__}: {error}",
+                hint="the file is foreign or damaged, or the codec has changed",
+                tag=tag,
+            ) from error
 
     def copy(self) -> ObjectCodecs:
         """An independent registry with the same codecs."""

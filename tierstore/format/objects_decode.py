@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tierstore.errors import FormatError
-from tierstore.format.objects_codecs import MAX_DEPTH, ObjectCodecs, Opaque, TensorRef
+from tierstore.format.objects_codecs import MAX_DEPTH, TAG, ObjectCodecs, Opaque, TensorRef
 from tierstore.format.objects_document import load_tree
 
 __all__ = ["decode_objects"]
@@ -101,16 +101,18 @@ class _Decoder:
         decode = self._tags.get(tag)
         if decode is not None:
             return decode(body)
-        codec = self._codecs.for_tag(tag[1:])
+        if not TAG.fullmatch(tag[1:]):
+            raise self.error(f"has the malformed tag {tag[:100]!r}")
+        codec = self._codecs.tagged(tag[1:])
         if codec is None and not self._lenient:
             raise self.error(f"has the unknown tag {tag[:100]!r}: register the codec that wrote it, or decode leniently")
         plain = self._at(f".{tag:.60}", body)
         if codec is None:
             return Opaque(tag[1:], plain)
         try:
-            return codec.decode(plain)
-        except Exception as error:  # noqa: BLE001 - boundary: the codec is the caller's code
-            raise self.error(f"could not be decoded by the codec {codec.tag!r}: {type(error).__name__}: {error}") from error
+            return self._codecs.decode(codec.tag, plain)
+        except FormatError as error:
+            raise self.error(f"could not be decoded: {error.message}") from error
 
     def _each(self, body: Any) -> list[Any]:
         if not isinstance(body, list):

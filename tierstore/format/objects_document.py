@@ -38,12 +38,13 @@ def _dump(body: Any) -> bytes:
 
 def _load(data: bytes, kind: str) -> dict[str, Any]:
     body = load_json(data, kind, max_nbytes=MAX_OBJECTS_NBYTES)
-    found = body.get("format") if isinstance(body, dict) else None
+    if not isinstance(body, dict):
+        raise FormatError(f"{kind}: the document is no JSON object", hint=_HINT)
+    found = body.get("format")
     if found != kind:
         hint = "take one rank's with split_objects first" if (found, kind) == (_ALL, _RANK) else _HINT
         raise FormatError(f"{kind}: the document says it is {str(found)[:60]!r}", hint=hint)
-    check_version(body["format_version"] if "format_version" in body else None, kind)
-    assert isinstance(body, dict)
+    check_version(body.get("format_version"), kind)
     return body
 
 
@@ -73,8 +74,8 @@ def merge_objects(parts: Mapping[int, bytes]) -> bytes:
     if not parts:
         raise UsageError("no rank has objects to merge", hint="every rank's part record holds some, if only an empty dict")
     places: dict[bytes, int] = {}
-    trees = []
-    ranks = []
+    trees: list[Any] = []
+    ranks: list[list[int]] = []
     for rank in sorted(parts):
         data = bytes(parts[rank])
         if data not in places:

@@ -8,12 +8,12 @@ import math
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from tierstore.errors import TierStoreError, UnsupportedTypeError
-from tierstore.format.objects_codecs import MAX_DEPTH, Codec, ObjectCodecs, Opaque, TensorRef
+from tierstore.format.objects_codecs import BUILTIN_TAGS, MAX_DEPTH, TAG, Codec, ObjectCodecs, Opaque, TensorRef
 from tierstore.format.objects_document import encode_tree
 
 __all__ = ["encode_objects"]
@@ -61,7 +61,7 @@ class _Encoder:
             bytearray: lambda value: {"$bytearray": base64.b64encode(value).decode("ascii")},
             range: lambda value: {"$range": self._each((value.start, value.stop, value.step))},
             TensorRef: lambda value: {"$tensor": self._name(value.name)},
-            Opaque: lambda value: {f"${value.tag}": self._value(value.value)},
+            Opaque: self._opaque,
             np.ndarray: self._array,
         }
 
@@ -82,7 +82,7 @@ class _Encoder:
         self._count += 1
         if self._count > _MAX_VALUES:
             raise self._error(f"is more than {_MAX_VALUES:,} values in", "store large data as tensors")
-        codec = self._codecs.for_type(kind)
+        codec = self._codecs.find(kind)
         if codec is not None:
             return self._inside(value, lambda: {f"${codec.tag}": self._coded(codec, value)})
         encode = self._types.get(kind)
@@ -136,12 +136,17 @@ class _Encoder:
             raise self._error(f"refers to a tensor by {name!r:.60}, which is no valid text", "tensor names are Unicode text")
         return name
 
+    def _opaque(self, value: Opaque) -> Any:
+        if not TAG.fullmatch(value.tag) or value.tag in BUILTIN_TAGS:
+            raise self._error(f"has the tag {value.tag!r:.100}, which can't be one", "use letters, digits and _.:/+-, e.g. 'mylib.Config'")
+        return {f"${value.tag}": self._value(value.value)}
+
     def _coded(self, codec: Codec, value: Any) -> Any:
         try:
             plain = codec.encode(value)
         except TierStoreError:
             raise
-        except Exception as error:  # noqa: BLE001 - boundary: the codec is the caller's code
+        except Exception as error:
             problem = f"could not be encoded by the codec {codec.tag!r}: {type(error).__name__}: {error}"
             raise self._error(problem, "mend the codec that was registered for it") from error
         return self._value(plain)
@@ -149,7 +154,7 @@ class _Encoder:
     def _array(self, value: np.ndarray[Any, Any]) -> Any:
         dtype = self._dtype(value.dtype)
         fortran = value.flags.f_contiguous and not value.flags.c_contiguous
-        order = "F" if fortran else "C"
+        order: Literal["F", "C"] = "F" if fortran else "C"
         data = base64.b64encode(value.tobytes(order=order)).decode("ascii")
         return {"$array": {"dtype": dtype, "shape": list(value.shape), "order": order, "data": data}}
 
@@ -158,7 +163,7 @@ class _Encoder:
             raise self._error(f"has the numpy dtype {dtype}", "store plain numeric, text, bytes or time arrays")
         if dtype.kind in "fc" and dtype.itemsize > (8 if dtype.kind == "f" else 16):
             raise self._error(f"has the numpy dtype {dtype}, whose layout depends on the machine", "convert it to float64 or complex128")
-        return dtype.str
+        return str(dtype.str)
 
     def _other(self, value: Any) -> Any:
         if isinstance(value, np.generic) and type(value) is value.dtype.type:

@@ -127,7 +127,7 @@ def plan_shard(
     for spec in specs:
         _check_spec(spec)
     ordered = sorted(specs, key=_order)
-    names = {spec.name for spec in specs}
+    names = _check_chunks(specs)
     for alias, name in aliases.items():
         if name not in names or alias in names:
             raise UsageError(f"alias {alias!r} of {name!r} collides or names no tensor of this shard", hint="each name is stored once")
@@ -141,6 +141,17 @@ def plan_shard(
         placements.append(Placement(spec=spec, begin=at, end=at + spec.nbytes, key=key))
         at += spec.nbytes
     return ShardPlan(header=header, placements=tuple(placements), nbytes=at, aliases=MappingProxyType(aliases))
+
+
+def _check_chunks(specs: Sequence[ChunkSpec]) -> set[str]:
+    known: dict[str, ChunkSpec] = {}
+    places = set()
+    for spec in specs:
+        first = known.setdefault(spec.name, spec)
+        if (first.dtype, first.global_shape) != (spec.dtype, spec.global_shape) or (spec.name, spec.offsets) in places:
+            raise UsageError(f"tensor {spec.name!r}: two chunks have the same place, or another dtype or global shape")
+        places.add((spec.name, spec.offsets))
+    return set(known)
 
 
 def _order(spec: ChunkSpec) -> tuple[int, bool, bytes, tuple[int, ...]]:
@@ -183,10 +194,7 @@ def _metadata(keys: Sequence[str], ordered: Sequence[ChunkSpec], aliases: Mappin
     own["names"] = {key: spec.name for key, spec in pairs if key != spec.name}
     own["aliases"] = dict(aliases)
     # DCP's reader takes the offsets from DCP_SHARDING_INFO, which must then name every key with one offset per stored axis.
-    saved = {
-        key: {"saved_offsets": [*spec.offsets, *([] if DTYPES[spec.dtype].safetensors else [0])]}
-        for key, spec in pairs
-    }
+    saved = {key: {"saved_offsets": [*spec.offsets, *([] if DTYPES[spec.dtype].safetensors else [0])]} for key, spec in pairs}
     return {
         "format": "pt",
         "DCP_VERSION": "1.0",
@@ -206,9 +214,7 @@ def tensor_entries(plan: ShardPlan, file: str) -> tuple[TensorEntry, ...]:
             name=shown,
             dtype=found[name][0].spec.dtype,
             shape=found[name][0].spec.global_shape,
-            extents=tuple(
-                Extent(file=file, begin=p.begin, end=p.end, offsets=p.spec.offsets, sizes=p.spec.shape) for p in found[name]
-            ),
+            extents=tuple(Extent(file=file, begin=p.begin, end=p.end, offsets=p.spec.offsets, sizes=p.spec.shape) for p in found[name]),
         )
         for shown, name in names
     )
@@ -224,7 +230,7 @@ def shard_entries(header: ShardHeader, file: str) -> tuple[TensorEntry, ...]:
         VersionError: Written by a newer major version.
     """
     own = _own_metadata(header)
-    entries: dict[str, TensorEntry] = {}
+    found: dict[str, tuple[str, tuple[int, ...], list[Extent]]] = {}
     for key, tensor in header.tensors.items():
         dtype, shape = _true_dtype(key, tensor, own["dtypes"])
         offsets = _dims(own["offsets"].get(key, [0] * len(shape)), key)
@@ -235,11 +241,11 @@ def shard_entries(header: ShardHeader, file: str) -> tuple[TensorEntry, ...]:
         if any(o + n > g for o, n, g in zip(offsets, shape, whole, strict=True)):
             raise FormatError(f"tensor {key[:200]!r}: the chunk lies outside its tensor's shape {whole}", hint="run `tierstore verify`")
         extent = Extent(file=file, begin=tensor.begin, end=tensor.end, offsets=offsets, sizes=shape)
-        before = entries.get(name)
-        if before is not None and (before.dtype, before.shape) != (dtype, whole):
+        known_dtype, known_shape, extents = found.setdefault(name, (dtype, whole, []))
+        if (known_dtype, known_shape) != (dtype, whole):
             raise FormatError(f"tensor {name[:200]!r}: two chunks disagree about its dtype or shape", hint="run `tierstore verify`")
-        extents = (*before.extents, extent) if before else (extent,)
-        entries[name] = TensorEntry(name=name, dtype=dtype, shape=whole, extents=extents)
+        extents.append(extent)
+    entries = {name: TensorEntry(name=name, dtype=d, shape=s, extents=tuple(extents)) for name, (d, s, extents) in found.items()}
     for alias, name in own["aliases"].items():
         if not isinstance(name, str) or name not in entries or alias in entries:
             raise FormatError(f"alias {alias[:200]!r} collides or names no tensor of the shard", hint="run `tierstore verify`")
