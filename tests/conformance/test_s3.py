@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,25 @@ class TestS3OnARealServer(S3Conformance):
     def _server(self, s3_server: S3Server, s3_bucket: str) -> None:
         self.server = s3_server
         self.bucket = s3_bucket.split("/")[2]
+
+    def test_deletes_what_is_named_and_nothing_else(self, tmp_path: Path) -> None:
+        """As in the suite, but that SeaweedFS shows an emptied folder for a while longer: its name is only a hint."""
+
+        async def body(storage: Storage) -> None:
+            names = [f"run/step/{number:03d}" for number in range(self.many)]
+            await asyncio.gather(*(storage.put(name, b"x") for name in [*names, "run/keep", "runner/keep"]))
+            await storage.delete([])
+            await storage.delete([*names, "run/step/missing", "nowhere/missing"])
+            assert sorted(info.path for info in await storage.list()) == ["run/keep", "runner/keep"]
+            level = await storage.children("run")
+            assert [info.path for info in level.files] == ["run/keep"]
+            assert level.folders in ((), ("step",))
+            assert await storage.list("run/step") == []
+            await storage.delete(names)
+            await storage.put("run/step/000", b"again")
+            assert await storage.read("run/step/000") == b"again"
+
+        self.use(tmp_path, body)
 
 
 class TestS3OnMoto(S3Conformance):

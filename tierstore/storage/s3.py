@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from base64 import b64encode
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tierstore import crashpoints
 from tierstore.clock import Clock, SystemClock
 from tierstore.errors import (
     ConfigError,
-    ConflictError,
     IntegrityError,
     NotFoundError,
-    OutcomeUnknownError,
     StorageError,
     TemporaryError,
-    TierStoreError,
     UsageError,
 )
 from tierstore.names import TMP, check_relative
 from tierstore.storage.contract import Capabilities, FileInfo, Listing, Source
 from tierstore.storage.s3_client import Clients, Patience, S3Requests
-from tierstore.storage.s3_errors import Place, Refusal, refusal, was_never_sent
+from tierstore.storage.s3_create import Creation
+from tierstore.storage.s3_download import Download
+from tierstore.storage.s3_errors import Place
 from tierstore.storage.s3_options import parse_s3_options, split_s3_uri
-from tierstore.storage.s3_upload import MIB, Checksums, part_nbytes_for, put_object, put_parts
+from tierstore.storage.s3_upload import MIB, Checksums, Uploaded, part_nbytes_for, put_object, put_parts
 
 __all__ = ["S3Storage"]
 
@@ -129,86 +125,13 @@ class S3Storage:
         key = self._key(path)
         if nbytes == 0:
             return b""
-        if nbytes is None:
-            whole = (await self.stat(path)).nbytes
-            if whole == offset:
-                return b""
-            nbytes = whole - offset
-            if nbytes < 0:
-                raise self._too_short(path, whole, offset, None)
-        buffer = bytearray(nbytes)
-        await self._fill(path, key, offset, memoryview(buffer))
-        return bytes(buffer)
+        buffer = None if nbytes is None else memoryview(bytearray(nbytes))
+        return bytes(await Download(self._requests, key, offset, buffer).run())
 
     async def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         key = self._key(path)
         if buffer.nbytes:
-            await self._fill(path, key, offset, buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B"))
-
-    async def _fill(self, path: str, key: str, offset: int, buffer: memoryview) -> None:
-        """Fills `buffer` from `offset`; a broken transfer goes on where it stopped, if the object is still the same."""
-        filled, etag = 0, ""
-
-        async def attempt() -> None:
-            nonlocal filled, etag
-            client = self._requests.client()
-            async with client.transfers:
-                start, end = offset + filled, offset + buffer.nbytes
-                try:
-                    answer = await self._requests.watched(
-                        "reading",
-                        key,
-                        client.fs._call_s3("get_object", Bucket=self._bucket, Key=key, Range=f"bytes={start}-{end - 1}"),
-                        self._requests.patience.stall_timeout_s,
-                    )
-                except StorageError as error:
-                    if error.context.get("code") in ("InvalidRange", "416"):
-                        raise self._too_short(path, (await self.stat(path)).nbytes, offset, buffer.nbytes) from error
-                    raise
-                body = answer["Body"]
-                try:
-                    self._check_range(answer, path, start, end, offset, buffer.nbytes)
-                    if etag and answer.get("ETag") != etag:
-                        filled, etag = 0, ""
-                        raise TemporaryError(f"{self._uri}/{path} was replaced while it was read", hint="it is read again")
-                    etag = str(answer.get("ETag") or "")
-
-                    async def drain() -> None:
-                        nonlocal filled
-                        while filled < buffer.nbytes:
-                            piece = await body.read(buffer.nbytes - filled)
-                            if not piece:
-                                raise TemporaryError(f"reading {self._uri}/{path}: the connection ended early", hint="it is tried again")
-                            buffer[filled : filled + len(piece)] = piece
-                            filled += len(piece)
-
-                    await self._requests.watched("reading", key, drain(), self._requests.patience.stall_timeout_s, lambda: filled)
-                finally:
-                    if filled < buffer.nbytes:
-                        body.close()  # the rest of the answer is not wanted: the connection can't be used again
-
-        await self._requests.retrying(attempt, self._requests.patience.attempts)
-
-    def _check_range(self, answer: dict[str, Any], path: str, start: int, end: int, offset: int, nbytes: int) -> None:
-        """Checks that the answer holds exactly ``[start, end)``: servers shorten a range past the end, some ignore ranges."""
-        told = str(answer.get("ContentRange") or "")
-        first, _, rest = told.removeprefix("bytes ").partition("-")
-        last, _, total = rest.partition("/")
-        if told and total.isdigit() and int(total) < end:
-            raise self._too_short(path, int(total), offset, nbytes)
-        if answer.get("ContentLength") != end - start or (told and (first, last) != (str(start), str(end - 1))) or (not told and start):
-            raise StorageError(
-                f"reading {self._uri}/{path}: bytes {start} to {end} were asked for, not the answered {told!r}",
-                hint="the server does not do exact ranged reads: it can't hold a tier",
-            )
-
-    def _too_short(self, path: str, whole: int, offset: int, nbytes: int | None) -> IntegrityError:
-        wanted = f"{nbytes} bytes" if nbytes is not None else "bytes"
-        return IntegrityError(
-            f"{self._uri}/{path} has {whole} bytes, but {wanted} from {offset} were wanted",
-            hint="the file was cut short, or its manifest is of another file: run `tierstore verify`",
-            file=path,
-        )
+            await Download(self._requests, key, offset, buffer.cast("B")).run()
 
     # Writing
 
@@ -216,36 +139,29 @@ class S3Storage:
         key = self._key(path)
         if source.nbytes > self._part_nbytes:
             part_nbytes = part_nbytes_for(source.nbytes, self._part_nbytes)
-            sha256 = await put_parts(self._requests, key, source, part_nbytes, self._concurrency, self._checksums)
-            return await self._written(path, source.nbytes, sha256)
+            uploaded = await put_parts(self._requests, key, source, part_nbytes, self._concurrency, self._checksums)
+            return await self._written(path, source.nbytes, uploaded)
         data = await source.read(0, source.nbytes) if source.nbytes else memoryview(b"")
         if data.nbytes != source.nbytes:
             raise IntegrityError(
                 f"writing {self._uri}/{path}: its source gave {data.nbytes} bytes of {source.nbytes}", hint="the source was cut short"
             )
-        return await self._put(path, key, data)
+        return await self._written(path, data.nbytes, await put_object(self._requests, key, data, self._checksums))
 
     async def put(self, path: str, data: bytes) -> FileInfo:
-        return await self._put(path, self._key(path), memoryview(data))
+        uploaded = await put_object(self._requests, self._key(path), memoryview(data), self._checksums)
+        return await self._written(path, len(data), uploaded)
 
-    async def _put(self, path: str, key: str, data: memoryview) -> FileInfo:
-        crashpoints.reach("s3.before-complete")
-        sha256 = await put_object(self._requests, key, data, self._checksums)
-        crashpoints.reach("s3.after-complete")
-        return await self._written(path, data.nbytes, sha256)
-
-    async def _written(self, path: str, nbytes: int, sha256: str) -> FileInfo:
-        """What the server says of a file just written.
-
-        Size and checksum must be those of what was sent, or of what another writer put there since: files are replaced whole,
-        so that a mismatch is an error only if it stays after a second look.
-        """
+    async def _written(self, path: str, nbytes: int, uploaded: Uploaded) -> FileInfo:
+        """Asks the server what it has now, and proves by size and checksum that it is what was sent."""
         info = await self.stat(path)
-        told = info.checksum.removeprefix("sha256:")
-        if info.nbytes != nbytes or (told and self._checksums.sent and told != sha256):
+        if uploaded.etag and info.etag != uploaded.etag:  # replaced by another writer since
+            return FileInfo(path=path, nbytes=nbytes, etag=uploaded.etag)
+        sha256 = info.checksum.removeprefix("sha256:").partition("-")[0]  # moto leaves out the number of parts
+        if info.nbytes != nbytes or (sha256 and sha256 != uploaded.sha256.partition("-")[0]):
             raise IntegrityError(
                 f"{self._uri}/{path}: {nbytes} bytes were written, but the server has other bytes ({info.nbytes} of them)",
-                hint="another writer uses the same name, or the server is damaged",
+                hint="the server, or something on the way to it, is damaged: run `tierstore doctor --probe`",
                 file=path,
             )
         return info
@@ -254,66 +170,7 @@ class S3Storage:
         key = self._key(path)
         if not data:
             raise UsageError(f"creating {self._uri}/{path}: a record is never empty", hint="give it a nonce")
-        sha256 = b64encode(hashlib.sha256(data).digest()).decode()
-        in_doubt: TierStoreError | None = None  # a request whose answer was lost may still take effect
-
-        async def attempt() -> None:
-            nonlocal in_doubt
-            try:
-                await self._requests.once(
-                    "creating", key, "put_object", body=memoryview(data), Key=key, IfNoneMatch="*", **self._checksums.of(sha256)
-                )
-                return
-            except TierStoreError as error:
-                answer = refusal(error)
-                if self._checksums.refused(error):
-                    raise TemporaryError(
-                        f"creating {self._uri}/{path}: again without a checksum header", hint="it is tried again"
-                    ) from error
-                if isinstance(error, NotFoundError) or (answer is not None and not (answer.precondition_failed or answer.transient)):
-                    raise  # refused for good, and not because of what is there
-                if _in_doubt(answer, error):
-                    in_doubt = error
-                lost = error
-            existing = await self._existing(path, key, in_doubt)
-            if existing == data:
-                return  # an acknowledgement of our own write that was lost
-            if existing is not None:
-                raise ConflictError(
-                    f"{self._uri}/{path} exists already, with other bytes",
-                    hint="somebody else was first: read it, then decide",
-                    existing=existing,
-                )
-            raise TemporaryError(f"creating {self._uri}/{path}: {lost.message}", hint="it is tried again") from lost
-
-        try:
-            await self._requests.retrying(attempt, self._requests.patience.attempts)
-        except TemporaryError as error:
-            if in_doubt is None:
-                raise
-            raise self._unknown(path, in_doubt) from error
-
-    async def _existing(self, path: str, key: str, in_doubt: TierStoreError | None) -> bytes | None:
-        """The bytes under a name that `create` could not make, or None if it is absent."""
-        try:
-            return await self.read(path)
-        except NotFoundError as error:
-            if error.context.get("code") == "NoSuchBucket":
-                raise
-            return None
-        except IntegrityError:  # replaced between its HEAD and its GET: look again
-            return None
-        except StorageError as error:
-            if in_doubt is None:
-                raise
-            raise self._unknown(path, in_doubt) from error
-
-    def _unknown(self, path: str, in_doubt: TierStoreError) -> OutcomeUnknownError:
-        return OutcomeUnknownError(
-            f"creating {self._uri}/{path}: the answer was lost and the name can't be read back ({in_doubt.message})",
-            hint="read the name when the server answers again: it holds these bytes, or others, or none",
-            file=path,
-        )
+        await Creation(self._requests, key, data, self._checksums).run()
 
     # Looking
 
@@ -443,13 +300,6 @@ class S3Storage:
 
     def _folder(self, folder: str) -> str:
         return f"{self._key(folder)}/" if folder else self._root
-
-
-def _in_doubt(answer: Refusal | None, error: TierStoreError) -> bool:
-    """Whether a failed PUT may have taken effect, or still may: no answer, or a server's own failure (but for "slow down")."""
-    if answer is None:
-        return not was_never_sent(error.__cause__ or error)
-    return answer.status >= 500 and answer.status != 503
 
 
 def _rebuild(uri: str, options: dict[str, Any], settings: dict[str, Any]) -> S3Storage:

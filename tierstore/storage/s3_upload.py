@@ -8,6 +8,7 @@ import logging
 import secrets
 from base64 import b64encode
 from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from tierstore import crashpoints
@@ -15,7 +16,7 @@ from tierstore.errors import ConfigError, IntegrityError, NotFoundError, Storage
 from tierstore.storage.contract import Source
 from tierstore.storage.s3_client import S3Requests
 
-__all__ = ["MAX_PARTS", "Checksums", "composite", "part_nbytes_for", "put_object", "put_parts"]
+__all__ = ["MAX_PARTS", "MIB", "Checksums", "Uploaded", "composite", "part_nbytes_for", "put_object", "put_parts"]
 
 _log = logging.getLogger(__name__)
 
@@ -83,23 +84,33 @@ def composite(part_sha256: list[bytes]) -> str:
     return f"{b64encode(hashlib.sha256(b''.join(part_sha256)).digest()).decode()}-{len(part_sha256)}"
 
 
-async def put_object(requests: S3Requests, key: str, data: memoryview, checksums: Checksums, **extra: Any) -> str:
-    """Uploads `data` by one PUT, tried again with the same bytes; returns its SHA-256 (base64)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uploaded:
+    """What was uploaded: the ETag that the server gave (some give none for multipart), and our SHA-256 in S3's notation."""
+
+    etag: str
+    sha256: str
+
+
+async def put_object(requests: S3Requests, key: str, data: memoryview, checksums: Checksums) -> Uploaded:
+    """Uploads `data` by one PUT, tried again with the same bytes."""
     what = f"writing {requests.place.of(key)}"
     sha256 = b64encode((await _sha256(data)).digest()).decode()
+    crashpoints.reach("s3.before-complete")
     while True:
         try:
-            answer = await requests.send("writing", key, "put_object", body=data, Key=key, **checksums.of(sha256), **extra)
+            answer = await requests.send("writing", key, "put_object", body=data, Key=key, **checksums.of(sha256))
         except TierStoreError as error:
             if checksums.refused(error):
                 continue
             raise
         checksums.check(answer, sha256, what)
-        return sha256
+        crashpoints.reach("s3.after-complete")
+        return Uploaded(etag=_etag(answer), sha256=sha256)
 
 
-async def put_parts(requests: S3Requests, key: str, source: Source, part_nbytes: int, in_flight: int, checksums: Checksums) -> str:
-    """Uploads `source` in parts, `in_flight` at once, each tried again alone; returns the composite SHA-256.
+async def put_parts(requests: S3Requests, key: str, source: Source, part_nbytes: int, in_flight: int, checksums: Checksums) -> Uploaded:
+    """Uploads `source` in parts, `in_flight` at once, each tried again alone.
 
     On any failure, cancellation included, the upload is aborted before the error goes on.
     """
@@ -108,12 +119,12 @@ async def put_parts(requests: S3Requests, key: str, source: Source, part_nbytes:
     try:
         await _run(upload.parts(), in_flight)
         crashpoints.reach("s3.before-complete")
-        await upload.complete()
+        etag = await upload.complete()
         crashpoints.reach("s3.after-complete")
     except BaseException:
         await _to_the_end(upload.abort())
         raise
-    return composite(upload.sha256)
+    return Uploaded(etag=etag, sha256=composite(upload.sha256))
 
 
 class _Upload:
@@ -178,15 +189,16 @@ class _Upload:
         self.sha256[index] = digest
         self._etags[index] = str(answer["ETag"])
 
-    async def complete(self) -> None:
+    async def complete(self) -> str:
+        """Completes; returns the ETag, empty where the server told none or its answer was lost."""
         listed = [
             {"PartNumber": index + 1, "ETag": etag, **self._checksums.of(b64encode(digest).decode())}
             for index, (etag, digest) in enumerate(zip(self._etags, self.sha256, strict=True))
         ]
 
-        async def attempt() -> None:
+        async def attempt() -> str:
             try:
-                await self._requests.once(
+                answer = await self._requests.once(
                     "completing",
                     self._key,
                     "complete_multipart_upload",
@@ -194,17 +206,17 @@ class _Upload:
                     UploadId=self._id,
                     MultipartUpload={"Parts": listed},
                 )
-            except NotFoundError:
-                # Gone: aborted by somebody, or an earlier try of ours completed it and its answer was lost.
-                if not await self._is_ours():
-                    raise
             except TierStoreError as error:
-                if not error.retryable or not await self._is_ours():
-                    raise
+                # The upload is gone, or the answer was lost: an earlier try of ours may have completed it.
+                if (isinstance(error, NotFoundError) or error.retryable) and await self._is_ours():
+                    return ""
+                raise
+            return _etag(answer)
 
-        await self._requests.retrying(attempt, self._requests.patience.part_attempts)
+        return await self._requests.retrying(attempt, self._requests.patience.part_attempts)
 
     async def _is_ours(self) -> bool:
+        """Whether the object under the key was made by this upload."""
         try:
             head = await self._requests.send("checking", self._key, "head_object", Key=self._key)
         except NotFoundError:
@@ -221,6 +233,10 @@ class _Upload:
             except TierStoreError as error:
                 _log.warning("event=abort-failed upload_id=%s reason=%s", self._id, error.message)
                 return
+
+
+def _etag(answer: dict[str, Any]) -> str:
+    return str(answer.get("ETag") or "").strip('"')
 
 
 async def _sha256(data: memoryview) -> Any:
