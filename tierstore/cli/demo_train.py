@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +19,11 @@ import torch
 
 import tierstore
 from tierstore.cli.demo_model import Trainer, read_corpus
+from tierstore.cli.demo_spec import TrainSpec
 
-__all__ = ["TrainSpec", "main", "train"]
+__all__ = ["main", "train"]
 
 Emit = Callable[[Mapping[str, Any]], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSpec:
-    """What one training process is to do."""
-
-    config: str
-    """The store's YAML file; empty: save with a synchronous ``torch.save`` instead."""
-    scratch: str
-    """Where ``torch.save`` writes."""
-    until: int
-    """The last step."""
-    every: int
-    """Save every so many steps, and after the last."""
-    total: int
-    """Steps of the learning rate's schedule."""
-    seed: int
-    digests: tuple[int, ...]
-    """Report the SHA-256 of all weights and moments after these steps."""
 
 
 def train(spec: TrainSpec, emit: Emit) -> None:
@@ -80,11 +61,6 @@ def main() -> None:
     train(TrainSpec(**{**spec, "digests": tuple(spec["digests"])}), emit)
 
 
-def command(spec: TrainSpec) -> list[str]:
-    """The command that trains by `spec`."""
-    return [sys.executable, "-m", "tierstore.cli.demo_train", json.dumps(asdict(spec))]
-
-
 class _Events(logging.Handler):
     """tierstore's warnings as events, so that the demo shows them where they happen."""
 
@@ -111,7 +87,9 @@ def _save(store: tierstore.Store, trainer: Trainer, step: int, final: bool, emit
     ticket = store.save(step, trainer.state(), metrics={"train/loss": trainer.loss}, final=final)
     emit({"event": "save", "step": step, "stall_s": time.perf_counter() - began, "attempt": ticket.attempt.name})
     for level in ("staged", "committed", *(tier.name for tier in store.config.tiers)):
-        ticket.on(level, lambda reached: emit({"event": "level", "step": step, "level": reached.level, "seconds": time.perf_counter() - began}))
+        ticket.on(
+            level, lambda reached: emit({"event": "level", "step": step, "level": reached.level, "seconds": time.perf_counter() - began})
+        )
 
 
 def _save_synchronously(trainer: Trainer, scratch: Path, step: int, emit: Emit) -> None:

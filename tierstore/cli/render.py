@@ -1,0 +1,215 @@
+"""Catalogs and checkpoints as tables that fit 80 columns, and as plain values for ``--json``. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from tierstore.names import Attempt, save_id_time
+from tierstore.tiers.catalog import Catalog
+from tierstore.tiers.checkpoint import CheckpointInfo, IncompleteAttempt, ReplicaState
+from tierstore.tiers.promote import Copy
+from tierstore.units import format_duration, format_size
+
+__all__ = [
+    "TIER_MARKS",
+    "age_text",
+    "catalog_legend",
+    "catalog_rows",
+    "catalog_summary",
+    "catalog_table",
+    "checkpoint_value",
+    "facts_table",
+    "incomplete_value",
+    "plain_table",
+]
+
+TIER_MARKS: Mapping[ReplicaState | str, tuple[str, str, str]] = {
+    "complete": ("", "green", ""),
+    "receipt": ("+", "cyan", "this node's part"),
+    "partial": ("~", "yellow", "not complete yet"),
+    "pending": ("~", "yellow", "not complete yet"),
+    "evicting": ("-", "yellow", "being evicted"),
+    "quarantined": ("!", "bold red", "found damaged"),
+}
+"""How a tier's name is marked in a table: prefix, style, and what the prefix means."""
+
+
+def plain_table(*columns: str | tuple[str, str], fold: Sequence[str] = ()) -> Table:
+    """A table without lines. A column is its heading, or (heading, ``left`` or ``right``); those in `fold` wrap, the others are cut."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        heading, justify = column if isinstance(column, tuple) else (column, "left")
+        wraps = heading in fold
+        table.add_column(
+            heading, justify="right" if justify == "right" else "left", no_wrap=not wraps, overflow="fold" if wraps else "ellipsis"
+        )
+    return table
+
+
+def facts_table(facts: Iterable[tuple[str, str | Text]]) -> Table:
+    """Names and values, one a line."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts:
+        table.add_row(name, value if isinstance(value, Text) else Text(value))
+    return table
+
+
+def age_text(at: datetime, now: datetime) -> str:
+    """How long ago, with one unit: ``45s``, ``5m``, ``3h``, ``12d``; a time in the future says so."""
+    seconds = (now - at).total_seconds()
+    if seconds < -1:
+        return f"in {age_text(now, at)}"
+    for unit in (86400, 3600, 60):
+        if seconds >= unit:
+            return format_duration(seconds // unit * unit)
+    return f"{max(0, round(seconds))}s" if seconds < 59.5 else "1m"
+
+
+def catalog_table(catalog: Catalog, pending: Sequence[Copy], now: datetime) -> Table:
+    """Checkpoints × tiers, newest first, with the attempts that are no checkpoints (yet)."""
+    table = plain_table(
+        ("STEP", "right"), ("AGE", "right"), ("SIZE", "right"), "TIERS", "METRICS", "NOTE", fold=("TIERS", "METRICS", "NOTE")
+    )
+    for row in catalog_rows(catalog, pending, now):
+        table.add_row(*row)
+    return table
+
+
+def catalog_rows(catalog: Catalog, pending: Sequence[Copy], now: datetime) -> list[tuple[str | Text, ...]]:
+    """The rows of `catalog_table`."""
+    latest = next((c.attempt for c in reversed(catalog.checkpoints) if c.usable and not (c.hidden or c.superseded or c.damaged)), None)
+    rows: list[tuple[Attempt, tuple[str | Text, ...]]] = []
+    for info in catalog.checkpoints:
+        due = [c.tier for c in pending if c.attempt == info.attempt]
+        row = (
+            str(info.step),
+            age_text(info.committed_at, now),
+            format_size(info.nbytes),
+            _tiers_text({**info.replicas, **{name: "pending" for name in due if name not in info.replicas}}),
+            _metrics_text(info.metrics),
+            _note(info, is_latest=info.attempt == latest),
+        )
+        rows.append((info.attempt, row))
+    for attempt in (*catalog.incomplete, *catalog.condemned):
+        at = age_text(save_id_time(attempt.attempt.save_id), now)
+        seen = Text(" ".join(dict.fromkeys((*attempt.receipts, *attempt.parts))))
+        rows.append((attempt.attempt, (str(attempt.attempt.step), at, "-", seen, "", Text(_incomplete_note(attempt), style="dim"))))
+    return [row for _, row in sorted(rows, key=lambda r: r[0], reverse=True)]
+
+
+def catalog_summary(catalog: Catalog) -> Text:
+    """``run sft-7   12 committed, 1 incomplete, 1 expired``."""
+    counts = {
+        "committed": sum(not (c.superseded or c.hidden) for c in catalog.checkpoints),
+        "superseded": sum(c.superseded for c in catalog.checkpoints),
+        "expired": sum(c.hidden and not c.superseded for c in catalog.checkpoints),
+        "incomplete": len(catalog.incomplete),
+        "condemned": len(catalog.condemned),
+    }
+    told = ", ".join(f"{count} {name}" for name, count in counts.items() if count or name == "committed")
+    return Text.assemble(("run ", ""), (catalog.run, "bold"), f"   {told}")
+
+
+def catalog_legend(catalog: Catalog, pending: Sequence[Copy]) -> Text | None:
+    """What the marks mean, for those that occur; None where there are none."""
+    states = {state for info in catalog.checkpoints for state in info.replicas.values()}
+    used: dict[str, str] = {}
+    for state in [*states, *(["pending"] if pending else [])]:
+        mark, _, meaning = TIER_MARKS[state]
+        if mark:
+            used[mark] = meaning
+    return Text(", ".join(f"{mark}tier: {meaning}" for mark, meaning in sorted(used.items())), style="dim") if used else None
+
+
+def checkpoint_value(info: CheckpointInfo, pending: Sequence[Copy] = ()) -> dict[str, Any]:
+    """A committed checkpoint for ``--json``."""
+    return {
+        "type": "checkpoint",
+        "run": info.run,
+        "step": info.step,
+        "save_id": info.attempt.save_id,
+        "folder": info.attempt.folder,
+        "state": "expired" if info.hidden else "superseded" if info.superseded else "damaged" if info.damaged else "committed",
+        "committed_at": info.committed_at,
+        "nbytes": info.nbytes,
+        "world_size": info.world_size,
+        "tiers": dict(info.replicas),
+        "pending": [c.tier for c in pending if c.attempt == info.attempt],
+        "metrics": dict(info.metrics),
+        "tags": list(info.tags),
+        "pins": list(info.pins),
+        "final": info.final,
+        "authority_lost": info.authority_lost,
+        "manifest_digest": info.manifest_digest,
+    }
+
+
+def incomplete_value(found: IncompleteAttempt) -> dict[str, Any]:
+    """An attempt that is no checkpoint, for ``--json``."""
+    return {
+        "type": "attempt",
+        "run": found.attempt.run,
+        "step": found.attempt.step,
+        "save_id": found.attempt.save_id,
+        "folder": found.attempt.folder,
+        "state": "condemned" if found.condemned else "incomplete",
+        "reason": found.condemned,
+        "world_size": found.world_size,
+        "missing_ranks": found.missing,
+        "parts": {tier: list(ranks) for tier, ranks in found.parts.items()},
+        "receipts": {tier: list(ranks) for tier, ranks in found.receipts.items()},
+    }
+
+
+def _tiers_text(states: Mapping[str, str]) -> Text:
+    text = Text()
+    for name, state in states.items():
+        mark, style, _ = TIER_MARKS[state]
+        text.append(" " if text else "").append(f"{mark}{name}", style=style)
+    return text or Text("none", style="bold red")
+
+
+def _metrics_text(metrics: Mapping[str, float]) -> str:
+    return " ".join(f"{name}={value:.4g}" for name, value in sorted(metrics.items()))
+
+
+def _note(info: CheckpointInfo, *, is_latest: bool) -> Text:
+    words: list[tuple[str, str]] = []
+    if info.damaged:
+        words.append(("log unreadable", "bold red"))
+    if not info.usable and not info.damaged:
+        words.append(("no complete copy", "bold red"))
+    if info.authority_lost:
+        words.append(("log lost", "yellow"))
+    if info.hidden:
+        words.append(("expired", "dim"))
+    if info.superseded:
+        words.append(("superseded", "dim"))
+    if is_latest:
+        words.append(("latest", "bold"))
+    if info.final:
+        words.append(("final", ""))
+    words += [(f"tag:{tag}", "") for tag in info.tags]
+    words += [(f"pin:{pin}", "") for pin in info.pins]
+    text = Text()
+    for word, style in words:
+        text.append(", " if text else "").append(word, style=style)
+    return text
+
+
+def _incomplete_note(found: IncompleteAttempt) -> str:
+    if found.condemned:
+        return f"condemned: {found.condemned}"
+    missing = found.missing
+    if missing is None:
+        return "incomplete"
+    if not missing:
+        return "not committed yet, all parts are there"
+    return f"incomplete, {'rank' if len(missing) == 1 else 'ranks'} {' '.join(map(str, missing[:8]))} missing"

@@ -1,0 +1,122 @@
+"""The terminal: results on stdout, everything else on stderr; one JSON object a line where a program reads."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any, TextIO
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from tierstore.clock import utc_text
+from tierstore.errors import TierStoreError
+
+__all__ = ["Terminal", "plain_json"]
+
+_WIDE = 10_000
+"""Columns where the output is no terminal and COLUMNS does not say how wide: a table for `grep` is not cut."""
+
+
+class Terminal:
+    """Where the command line writes.
+
+    Args:
+        as_json: Results are JSON objects, one a line.
+        quiet: Only results and errors.
+        verbose: 1: also what is being done, and tracebacks; 2: everything.
+        progress: Bars are wanted; they appear only where stderr is a terminal.
+    """
+
+    def __init__(self, *, as_json: bool = False, quiet: bool = False, verbose: int = 0, progress: bool = True) -> None:
+        self.as_json = as_json
+        self.quiet = quiet
+        self.verbose = verbose
+        self.out = _console(sys.stdout)
+        self.err = _console(sys.stderr)
+        self.progress = progress and not quiet and self.err.is_terminal
+
+    def show(self, *parts: RenderableType) -> None:
+        """Prints a result for people; nothing with ``--json``."""
+        if not self.as_json:
+            for part in parts:
+                self.out.print(part)
+
+    def emit(self, value: Mapping[str, Any]) -> None:
+        """Prints a result for programs: one JSON object on a line of its own; nothing without ``--json``."""
+        if self.as_json:
+            self.out.file.write(json.dumps(plain_json(value), ensure_ascii=False, allow_nan=False) + "\n")
+
+    def say(self, message: str, style: str = "") -> None:
+        """Says on stderr what is going on; nothing with ``-q``."""
+        if not self.quiet:
+            self.err.print(Text(message, style=style))
+
+    def complain(self, error: BaseException) -> None:
+        """Prints an error as ``error: …`` and ``hint: …``; with ``-v`` the traceback before it."""
+        if self.verbose:
+            self.err.file.write("".join(traceback.format_exception(error)))
+        if isinstance(error, TierStoreError):
+            message, hint = error.message, error.hint
+        else:
+            message, hint = (
+                f"internal: {type(error).__name__}: {error}",
+                "" if self.verbose else "run it again with -v and report the traceback",
+            )
+        self._labelled("error", message, "bold red")
+        if hint:
+            self._labelled("hint", hint, "cyan")
+
+    @contextmanager
+    def logging(self) -> Iterator[None]:
+        """While it lasts, tierstore's log goes to stderr: warnings, with ``-v`` information, with ``-q`` errors only."""
+        logger = logging.getLogger("tierstore")
+        handler, before = _LogLines(self), logger.level
+        logger.addHandler(handler)
+        logger.setLevel(logging.ERROR if self.quiet else (logging.WARNING, logging.INFO, logging.DEBUG)[min(self.verbose, 2)])
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(before)
+
+    def _labelled(self, label: str, message: str, style: str) -> None:
+        self.err.print(Text.assemble((f"{label}:", style), " ", message))
+
+
+class _LogLines(logging.Handler):
+    def __init__(self, terminal: Terminal) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        style = "bold red" if record.levelno >= logging.ERROR else "yellow" if record.levelno >= logging.WARNING else "dim"
+        self._terminal._labelled(record.levelname.lower(), record.getMessage(), style)
+
+
+def plain_json(value: Any) -> Any:
+    """`value` as strict JSON can hold it: times as UTC text, NaN and infinities as texts, mappings and sequences followed."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, datetime):
+        return utc_text(value)
+    if isinstance(value, Mapping):
+        return {str(k): plain_json(v) for k, v in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [plain_json(v) for v in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(plain_json(v) for v in value)
+    return value
+
+
+def _console(stream: TextIO) -> Console:
+    # Names from checkpoints are data: no markup, no emoji codes, no guessing of what a number is.
+    width = None if stream.isatty() else shutil.get_terminal_size((_WIDE, 24)).columns
+    return Console(file=stream, width=width, markup=False, emoji=False, highlight=False)
