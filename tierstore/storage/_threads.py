@@ -1,0 +1,78 @@
+"""A small pool of daemon threads for blocking system calls.
+
+Not `concurrent.futures.ThreadPoolExecutor`: its threads are joined at interpreter exit, so that one read that hangs on a dead
+file server would keep the process from ever ending. These threads can be abandoned.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any, ParamSpec, TypeVar
+
+__all__ = ["DaemonPool"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class DaemonPool(Executor):
+    """At most `size` threads, made as they are needed; belongs to the process that made it."""
+
+    def __init__(self, size: int, name: str) -> None:
+        self.pid = os.getpid()
+        self._size = size
+        self._name = name
+        self._changed = threading.Condition()
+        self._work: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._idle = 0
+        self._threads = 0
+        self._closed = False
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the pool was shut down")
+            self._work.append((future, lambda: fn(*args, **kwargs)))
+            if self._idle < len(self._work) and self._threads < self._size:
+                self._threads += 1
+                threading.Thread(target=self._serve, name=f"{self._name}-{self._threads}", daemon=True).start()
+            self._changed.notify()
+        return future
+
+    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
+        """Lets the threads end when the work that was submitted is done; never waits for them."""
+        with self._changed:
+            self._closed = True
+            dropped = list(self._work) if cancel_futures else []
+            if cancel_futures:
+                self._work.clear()
+            self._changed.notify_all()
+        for future, _ in dropped:
+            future.cancel()
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._idle += 1
+                while not self._work and not self._closed:
+                    self._changed.wait()
+                self._idle -= 1
+                if not self._work:
+                    self._threads -= 1
+                    return
+                future, call = self._work.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = call()
+                except BaseException as error:  # noqa: BLE001 - the boundary of a thread: the error goes to whoever waits
+                    future.set_exception(error)
+                    del error
+                else:
+                    future.set_result(result)
+                    del result
+            del future, call  # an idle thread keeps no buffer alive

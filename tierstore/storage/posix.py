@@ -1,0 +1,358 @@
+"""Bytes in a folder: node-local disks, tmpfs, parallel file systems, NFS."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import aiofiles
+
+from tierstore.errors import DeadlineError, IntegrityError, TierStoreError, UsageError
+from tierstore.names import check_relative
+from tierstore.storage._direct import OpenFile
+from tierstore.storage._oserrors import free_nbytes, translate
+from tierstore.storage._publish import Tree, WritingFile, create_file
+from tierstore.storage._syscalls import OsSyscalls, Syscalls
+from tierstore.storage._threads import DaemonPool
+from tierstore.storage._walk import delete_files, list_files, list_level, stat_file, sweep
+from tierstore.storage.contract import Capabilities, FileInfo, Listing, Source
+from tierstore.storage.sources import BytesSource
+
+__all__ = ["PosixStorage"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_PART_NBYTES = 8 << 20
+_MAX_READ_NBYTES = 1 << 30  # one read(2) ends at 2 GiB less a page
+
+_log = logging.getLogger(__name__)
+
+
+class PosixStorage:
+    """One folder, made at the first write.
+
+    Args:
+        root: The folder.
+        durable: fsync files and folders; False for memory (tmpfs), where it means nothing.
+        threads: How many system calls run at once; also how many parts of one file are written at once.
+        direct: Go past the page cache for large aligned extents, where the file system allows.
+        deadline_s: Seconds within which a system call (one part, one fsync) has to end and a write has to make progress; a thread
+            that hangs longer is abandoned and `DeadlineError` raised. None: wait for ever. fsync on a parallel file system can take
+            30 s.
+        syscalls: The system calls; tests record them or let them fail.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        durable: bool = True,
+        threads: int = 2,
+        direct: bool = True,
+        deadline_s: float | None = None,
+        syscalls: Syscalls | None = None,
+    ) -> None:
+        if threads < 1:
+            raise UsageError(f"threads={threads} does no work", hint="give 1 or more")
+        self._tree = Tree(os.path.abspath(root), syscalls or OsSyscalls(), durable=durable)
+        self._n_threads = threads
+        self._direct = direct and durable
+        self._deadline_s = deadline_s
+        self._pool: DaemonPool | None = None
+
+    def __repr__(self) -> str:
+        return f"PosixStorage({self._tree.root!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pool": None}
+
+    @property
+    def uri(self) -> str:
+        return self._tree.root
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(create=True, checksums=False, part_nbytes=_PART_NBYTES, local=True)
+
+    def local_path(self, path: str) -> Path:
+        return Path(self._full(path))
+
+    # Reading
+
+    async def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        _check_range(offset, nbytes)
+        full = self._full(path)
+        if nbytes == 0:
+            return b""
+        pool = self._threads()
+        return await self._in_time("read", full, pool, asyncio.ensure_future(self._read(full, offset, nbytes, pool)), None)
+
+    async def _read(self, full: str, offset: int, nbytes: int | None, pool: DaemonPool) -> bytes:
+        def opener(name: str, flags: int) -> int:
+            return self._tree.syscalls.open(self._tree.inside(name), flags)
+
+        async with aiofiles.open(full, "rb", buffering=0, opener=opener, executor=pool) as file:
+            size = os.fstat(file.fileno()).st_size
+            wanted = size - offset if nbytes is None else nbytes
+            if offset + wanted > size or wanted < 0:
+                raise _short(full, offset, wanted, size)
+            if offset:
+                await file.seek(offset)
+            pieces: list[bytes] = []
+            got = 0
+            while got < wanted:
+                piece = await file.read(min(wanted - got, _MAX_READ_NBYTES))
+                if not piece:
+                    raise _short(full, offset, wanted, offset + got)
+                pieces.append(piece)
+                got += len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        _check_range(offset, buffer.nbytes)
+        full = self._full(path)
+        if buffer.readonly or not buffer.c_contiguous:
+            raise UsageError(f"can't read {full} into memory that is read-only or not contiguous", hint="pass a writable memoryview")
+        if buffer.nbytes == 0:
+            return
+        target = buffer.cast("B")
+        if target.nbytes <= _PART_NBYTES:
+            await self._call("read", full, self._read_at_once, full, offset, target)
+            return
+        tree = self._tree
+        file = OpenFile(tree.syscalls, full, os.O_RDONLY, direct=self._direct)
+
+        async def take(starts: Any) -> None:
+            for start in starts:
+                part = target[start : start + _PART_NBYTES]
+                got = await self._call("read", full, file.read, part, offset + start)
+                if got < part.nbytes:
+                    raise _short(full, offset, target.nbytes, offset + start + got)
+
+        try:
+            await self._call("read", full, self._open_inside, file, full)
+            starts = iter(range(0, target.nbytes, _PART_NBYTES))
+            await _all([take(starts) for _ in range(self._n_threads)])
+        finally:
+            await self._finally("read", full, file.close)
+
+    def _open_inside(self, file: OpenFile, full: str) -> None:
+        self._tree.inside(full)
+        file.open()
+
+    def _read_at_once(self, full: str, offset: int, target: memoryview) -> None:
+        file = OpenFile(self._tree.syscalls, full, os.O_RDONLY, direct=self._direct)
+        try:
+            self._open_inside(file, full)
+            got = file.read(target, offset)
+            if got < target.nbytes:
+                raise _short(full, offset, target.nbytes, file.facts().st_size)
+        finally:
+            file.close()
+
+    # Writing
+
+    async def write(self, path: str, source: Source) -> FileInfo:
+        full = self._full(path)
+        nbytes = source.nbytes
+        file = WritingFile(self._tree, full, nbytes, direct=self._direct)
+        published = False
+        try:
+            await self._call("write", full, file.open, nbytes=nbytes)
+            await self._pour(full, source, file)
+            modified_at = await self._call("write", full, file.publish, nbytes=nbytes)
+            published = True
+        finally:
+            if not published:
+                await self._finally("remove a temporary of", full, file.discard)
+        return FileInfo(path=path, nbytes=nbytes, modified_at=modified_at)
+
+    async def _pour(self, full: str, source: Source, file: WritingFile) -> None:
+        """Pulls the source part by part and writes the parts in any order: while some are hashed by the source, others are written."""
+        nbytes = source.nbytes
+        offsets = iter(range(0, nbytes, _PART_NBYTES))
+        moved = asyncio.Event()
+
+        async def work() -> None:
+            for offset in offsets:
+                wanted = min(_PART_NBYTES, nbytes - offset)
+                with (await source.read(offset, wanted)).cast("B") as data:
+                    if data.nbytes != wanted:
+                        raise IntegrityError(
+                            f"the source of {full} gave {data.nbytes} bytes at {offset} where {wanted} were asked for",
+                            hint="the file was not written",
+                            path=full,
+                        )
+                    await self._call("write", full, file.write, data[:], offset, nbytes=nbytes)
+                moved.set()
+
+        await _all([work() for _ in range(min(2 * self._n_threads, -(-nbytes // _PART_NBYTES)))], moved, self._deadline_s, full)
+
+    async def put(self, path: str, data: bytes) -> FileInfo:
+        return await self.write(path, BytesSource(data))
+
+    async def create(self, path: str, data: bytes) -> None:
+        full = self._full(path)
+        if not data:
+            raise UsageError(f"can't create {full} empty", hint="a record holds a nonce of its writer")
+        await self._call("create", full, create_file, self._tree, full, data, nbytes=len(data))
+
+    # Names
+
+    async def stat(self, path: str) -> FileInfo:
+        full = self._full(path)
+        return await self._call("stat", full, stat_file, self._tree, path)
+
+    async def sweep_temporaries(self) -> list[str]:
+        """Removes the temporaries of processes that provably live no more (`tierstore.storage.temporaries`); returns their names."""
+        return await self._call("sweep", self._tree.root, sweep, self._tree)
+
+    async def list(self, folder: str = "") -> list[FileInfo]:
+        full = self._full(folder) if folder else self._tree.root
+        return await self._call("list", full, list_files, self._tree, folder)
+
+    async def children(self, folder: str = "") -> Listing:
+        full = self._full(folder) if folder else self._tree.root
+        return await self._call("list", full, list_level, self._tree, folder)
+
+    async def delete(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            self._full(path)
+        if paths:
+            what = self._full(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+            await self._call("delete", what, delete_files, self._tree, tuple(paths))
+
+    async def free_nbytes(self) -> int:
+        return await self._call("measure", self._tree.root, free_nbytes, self._tree.root)
+
+    async def close(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None and pool.pid == os.getpid():
+            pool.shutdown()
+
+    # Threads
+
+    def _full(self, path: str) -> str:
+        return f"{self._tree.root}/{check_relative(path)}"
+
+    def _threads(self) -> DaemonPool:
+        """The pool of this process: threads don't survive a fork."""
+        pool = self._pool
+        if pool is None or pool.pid != os.getpid():
+            pool = self._pool = DaemonPool(self._n_threads, "tierstore-posix")
+        return pool
+
+    async def _call(self, doing: str, full: str, fn: Callable[..., T], *args: Any, nbytes: int | None = None) -> T:
+        """Runs a blocking function in a thread; its OSError becomes one of the error family, a hanging thread a `DeadlineError`."""
+        pool = self._threads()
+        started = threading.Event()
+
+        def call() -> T:
+            started.set()
+            return fn(*args)
+
+        return await self._in_time(doing, full, pool, asyncio.wrap_future(pool.submit(call)), started, nbytes=nbytes)
+
+    async def _in_time(
+        self,
+        doing: str,
+        full: str,
+        pool: DaemonPool,
+        future: asyncio.Future[T],
+        started: threading.Event | None,
+        *,
+        nbytes: int | None = None,
+    ) -> T:
+        future.add_done_callback(_retrieved)
+        try:
+            while not future.done():
+                running = started is None or started.is_set()
+                await asyncio.wait({future}, timeout=self._deadline_s)
+                # Time in the queue does not count, unless the queue is that of threads that hang themselves.
+                if not future.done() and (running or self._pool is not pool):
+                    if self._pool is pool:
+                        self._pool = None
+                    pool.shutdown()
+                    raise DeadlineError(
+                        f"can't {doing} {full}: no answer within {self._deadline_s:g} s",
+                        hint="check that the disk or the file server answers, or raise the tier's deadline",
+                        path=full,
+                    )
+            return future.result()
+        except OSError as error:
+            if isinstance(error, TierStoreError):
+                raise
+            raise translate(error, doing, full, nbytes=nbytes) from error
+        finally:
+            if not future.done():
+                future.cancel()
+
+    async def _finally(self, doing: str, full: str, fn: Callable[[], None]) -> None:
+        """Runs a cleanup to its end, however often the caller is cancelled; its own failure is logged, as another error is on its way."""
+        task = asyncio.ensure_future(self._call(doing, full, fn))
+        cancelled = False
+        while not task.done():
+            try:
+                await asyncio.wait({task})
+            except asyncio.CancelledError:
+                cancelled = True
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.warning("event=cleanup-failed path=%r error=%r", full, str(error))
+        if cancelled:
+            raise asyncio.CancelledError
+
+
+def _retrieved(future: asyncio.Future[Any]) -> None:
+    """Marks the error of an abandoned call as seen: whoever waited has another one."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _check_range(offset: int, nbytes: int | None) -> None:
+    if offset < 0 or (nbytes is not None and nbytes < 0):
+        raise UsageError(f"no file has {nbytes} bytes at {offset}", hint="offset and length are not negative")
+
+
+def _short(full: str, offset: int, wanted: int, size: int) -> IntegrityError:
+    return IntegrityError(
+        f"{full} is too short: {max(wanted, 0)} bytes from {offset} on were wanted, it has {size}",
+        hint="the file was cut off: `tierstore verify` finds what else is, another tier may have it whole",
+        path=full,
+        offset=offset,
+        wanted_nbytes=wanted,
+        file_nbytes=size,
+    )
+
+
+async def _all(works: Sequence[Awaitable[None]], moved: asyncio.Event | None = None, stall_s: float | None = None, full: str = "") -> None:
+    """Runs all until the first failure, then cancels the others and waits for their end.
+
+    Raises:
+        DeadlineError: `moved` was not set for `stall_s` seconds.
+    """
+    tasks = {asyncio.ensure_future(work) for work in works}
+    pending = tasks
+    try:
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=stall_s, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            if moved is not None and pending and not done and not moved.is_set():
+                raise DeadlineError(
+                    f"can't write {full}: no part of it was finished within {stall_s:g} s",
+                    hint="check that its source and the file server answer, or raise the tier's deadline",
+                    path=full,
+                )
+            if moved is not None:
+                moved.clear()
+    finally:
+        for task in pending:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks, return_exceptions=True)

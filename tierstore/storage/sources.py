@@ -1,0 +1,92 @@
+"""What is written: bytes, a file of another storage, and wrappers that slow a source down or count it."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+
+from tierstore.errors import UsageError
+from tierstore.storage.bandwidth import Bandwidth
+from tierstore.storage.contract import Source, Storage
+
+__all__ = ["BytesSource", "CountingSource", "StorageSource", "ThrottledSource"]
+
+
+def _check(offset: int, nbytes: int, total: int) -> None:
+    if offset < 0 or nbytes < 0 or offset + nbytes > total:
+        raise UsageError(f"a source of {total} bytes has no {nbytes} bytes at {offset}", hint="pull inside the source")
+
+
+class BytesSource:
+    """Bytes in memory, not copied; `data` must not change until the write has ended."""
+
+    def __init__(self, data: bytes | bytearray | memoryview | mmap.mmap) -> None:
+        self._view = memoryview(data).cast("B")
+
+    @property
+    def nbytes(self) -> int:
+        return self._view.nbytes
+
+    async def read(self, offset: int, nbytes: int) -> memoryview:
+        _check(offset, nbytes, self.nbytes)
+        return self._view[offset : offset + nbytes]
+
+
+class StorageSource:
+    """A file of a storage, read range by range as it is pulled, into fresh page-aligned memory (which O_DIRECT can use on both ends).
+
+    Args:
+        storage: Where it lies.
+        path: Its name there.
+        nbytes: Its length; a shorter file is an `IntegrityError` in the pull that misses bytes.
+    """
+
+    def __init__(self, storage: Storage, path: str, nbytes: int) -> None:
+        self._storage = storage
+        self._path = path
+        self._nbytes = nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    async def read(self, offset: int, nbytes: int) -> memoryview:
+        _check(offset, nbytes, self._nbytes)
+        if nbytes == 0:
+            return memoryview(b"")
+        view = memoryview(mmap.mmap(-1, nbytes))  # given back to the system when the last view of it is gone
+        await self._storage.read_into(self._path, offset, view)
+        return view
+
+
+class ThrottledSource:
+    """Waits for `limiter` before each pull: how a tier's bandwidth limit is kept, whatever the storage."""
+
+    def __init__(self, source: Source, limiter: Bandwidth) -> None:
+        self._source = source
+        self._limiter = limiter
+
+    @property
+    def nbytes(self) -> int:
+        return self._source.nbytes
+
+    async def read(self, offset: int, nbytes: int) -> memoryview:
+        await self._limiter.take(nbytes)
+        return await self._source.read(offset, nbytes)
+
+
+class CountingSource:
+    """Tells `on_bytes` how many bytes each pull gave; a part that is pulled again counts again."""
+
+    def __init__(self, source: Source, on_bytes: Callable[[int], None]) -> None:
+        self._source = source
+        self._on_bytes = on_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self._source.nbytes
+
+    async def read(self, offset: int, nbytes: int) -> memoryview:
+        view = await self._source.read(offset, nbytes)
+        self._on_bytes(view.nbytes)
+        return view
