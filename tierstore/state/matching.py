@@ -1,0 +1,385 @@
+"""Matching a wanted state (`into`) with a stored tree, place by place, before anything is read or changed.
+
+What the options mean, for every place (patterns are `fnmatch` globs over dotted names):
+
+================  =========================================  ==================================================
+ found            default                                    otherwise
+================  =========================================  ==================================================
+ missing          ``missing="error"``: in `into`, not stored   ``"keep"``, or `allow_missing`: `into` keeps its value
+ unexpected       ``unexpected="error"``: stored, not in       ``"ignore"``, or `allow_unexpected`: left out
+                  `into`
+ other shape      ``shape="error"``                           ``"skip"``: `into` keeps its value
+ other dtype      ``dtype="exact"``                           ``"cast"``: converted as `Tensor.copy_` does
+ other kind       always an error (a tensor here, a number    None in `into` takes anything, freshly loaded
+                  there; sparse and dense)
+================  =========================================  ==================================================
+
+Dicts are compared key by key. Lists and tuples that hold neither tensors nor dicts are values: they are replaced as a whole.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+
+from tierstore.errors import IncompleteError, NotFoundError, StateMismatchError, UsageError
+from tierstore.format.index import Index, TensorEntry
+from tierstore.format.objects import Opaque, TensorRef
+from tierstore.state.bits import dtype_name, torch_dtype
+from tierstore.state.boxes import whole
+from tierstore.state.guard import check_storable
+from tierstore.state.paths import Place, name_of, show
+from tierstore.state.reading import Fill
+from tierstore.state.sharded import chunk_of, is_dtensor
+from tierstore.state.unflatten import MODULE_STATE, SPARSE, TENSOR, stored_tensors
+
+__all__ = ["LoadOptions", "Match", "match", "selected"]
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """What to do where the wanted state and the stored one differ; see the module's table. Strict by default."""
+
+    missing: Literal["error", "keep"] = "error"
+    unexpected: Literal["error", "ignore"] = "error"
+    shape: Literal["error", "skip"] = "error"
+    dtype: Literal["exact", "cast"] = "exact"
+    allow_missing: tuple[str, ...] = ()
+    allow_unexpected: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        allowed = {"missing": ("error", "keep"), "unexpected": ("error", "ignore"), "shape": ("error", "skip"), "dtype": ("exact", "cast")}
+        for option, values in allowed.items():
+            if getattr(self, option) not in values:
+                raise UsageError(
+                    f"LoadOptions({option}={getattr(self, option)!r})", hint=f"{option} is one of {', '.join(map(repr, values))}"
+                )
+        for option in ("allow_missing", "allow_unexpected"):
+            if isinstance(getattr(self, option), str):
+                raise UsageError(f"LoadOptions({option}={getattr(self, option)!r})", hint=f"write {option}=({getattr(self, option)!r},)")
+
+
+def selected(name: str, patterns: Sequence[str] | None) -> bool:
+    """Whether one of the globs names it; no patterns: all."""
+    return patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+@dataclass(slots=True, kw_only=True)
+class Match:
+    """What to do: tensors to fill in place, subtrees to load fresh, and how to put the values in.
+
+    `finish` is called when everything is read; it takes the function that builds a subtree, changes `into` and returns it.
+    """
+
+    fills: list[Fill] = field(default_factory=list)
+    fresh: list[Any] = field(default_factory=list)
+    ties: list[tuple[TensorEntry, TensorEntry, str]] = field(default_factory=list)
+    """Pairs of stored tensors that one tensor of `into` stands for; they must be equal. With the place, for the message."""
+    finish: Callable[[Build], Any] = field(default=lambda build: None)
+
+
+Build = Callable[[Any], Any]
+_Finish = Callable[[Build], Any]
+
+
+def match(into: Any, tree: Any, index: Index, options: LoadOptions, names: Sequence[str] | None = None) -> Match:
+    """Plans the load of `tree` into `into`; changes nothing.
+
+    Raises:
+        StateMismatchError: They differ in a way that `options` does not allow: every difference, in one error.
+        UnsupportedTypeError: `into` holds a tensor that can't be filled (meta, quantised, freed).
+    """
+    if not isinstance(into, dict | list | tuple | torch.Tensor):
+        raise UsageError(
+            f"into is a {type(into).__module__}.{type(into).__qualname__}, not a state",
+            hint="pass e.g. {'model': model.state_dict(), 'optim': optimizer.state_dict(), 'step': 0}",
+        )
+    planner = _Planner(tree, index, options, names)
+    planner.plan.finish = planner.visit(into, tree, ())
+    planner.check()
+    return planner.plan
+
+
+_ABSENT = object()
+
+
+class _Planner:
+    def __init__(self, tree: Any, index: Index, options: LoadOptions, names: Sequence[str] | None) -> None:
+        self.index = index
+        self.options = options
+        self.names = names
+        self.plan = Match()
+        self.by_name = {name_of(t.place): t.name for t in stored_tensors(tree)} if _flat(tree) else {}
+        self.used: set[str] = set()
+        self.matched = 0
+        self.problems: dict[str, list[tuple[str, str]]] = {kind: [] for kind in ("missing", "unexpected", "shape", "dtype", "kind")}
+        self.memory: dict[Any, tuple[TensorEntry, str]] = {}
+
+    # ---- the walk: each visit returns what makes the value of its place, later
+
+    def visit(self, into: Any, node: Any, place: Place) -> _Finish:
+        if isinstance(node, Opaque) and node.tag == MODULE_STATE:
+            node = node.value[0]
+        if isinstance(into, torch.Tensor):
+            return self.tensor(into, node, place)
+        if isinstance(into, dict):
+            return self.mapping(into, node, place)
+        if isinstance(into, list | tuple) and not isinstance(into, torch.Size) and (_deep(into) or _deep(node)):
+            return self.sequence(into, node, place)
+        return self.value(into, node, place)
+
+    def mapping(self, into: dict[Any, Any], node: Any, place: Place) -> _Finish:
+        if not isinstance(node, dict):
+            if node is not _ABSENT and not self.by_name:
+                self.note("kind", place, f"is a {type(into).__name__} in `into`, stored as {_describe(node)}")
+                return lambda build: into
+            node = {}
+        parts = {key: self.visit(item, node.get(key, _ABSENT), (*place, key)) for key, item in into.items()}
+        for key, item in node.items():
+            if key not in into:
+                self.unexpected(item, (*place, key))
+
+        def finish(build: Build) -> Any:
+            for key, part in parts.items():
+                made = part(build)
+                if made is not into[key]:
+                    into[key] = made
+            return into
+
+        return finish
+
+    def sequence(self, into: list[Any] | tuple[Any, ...], node: Any, place: Place) -> _Finish:
+        if not isinstance(node, list | tuple):
+            if node is not _ABSENT:
+                self.note("kind", place, f"is a {type(into).__name__} in `into`, stored as {_describe(node)}")
+                return lambda build: into
+            node = ()
+        stored: list[Any] = [*node, *([_ABSENT] * (len(into) - len(node)))]
+        parts = [self.visit(item, there, (*place, i)) for i, (item, there) in enumerate(zip(into, stored, strict=False))]
+        for i, item in enumerate(stored[len(into) :], len(into)):
+            self.unexpected(item, (*place, i))
+
+        def finish(build: Build) -> Any:
+            made = [part(build) for part in parts]
+            if all(new is old for new, old in zip(made, into, strict=True)):
+                return into
+            if isinstance(into, list):
+                into[:] = made
+                return into
+            return type(into)(*made) if hasattr(into, "_fields") else type(into)(made)
+
+        return finish
+
+    def value(self, into: Any, node: Any, place: Place) -> _Finish:
+        if not self.wanted(place):
+            return lambda build: into
+        if node is _ABSENT:
+            self.note("missing", place, "is stored nowhere")
+            return lambda build: into
+        tensors = list(stored_tensors(node))
+        if tensors and into is not None and not (isinstance(node, Opaque) and node.tag not in (TENSOR, SPARSE)):
+            self.note("kind", place, f"is {_describe(into)} in `into`, stored as {_describe(node)}")
+            return lambda build: into
+        self.matched += 1
+        self.plan.fresh.append(node)
+        return lambda build: build(node)
+
+    def tensor(self, into: torch.Tensor, node: Any, place: Place) -> _Finish:
+        keep: _Finish = lambda build: into  # noqa: E731
+        if not self.wanted(place):
+            return keep
+        if node is _ABSENT and (found := self.by_name.get(name_of(place))) is not None:
+            node = TensorRef(found)
+        if node is _ABSENT:
+            self.note("missing", place, f"{dtype_name(into.dtype)} {list(into.shape)}")
+            return keep
+        if isinstance(node, Opaque) and node.tag == SPARSE:
+            return self.sparse(into, node, place)
+        name = node.name if isinstance(node, TensorRef) else node.value["ref"].name if _is_tensor(node) else None
+        if name is None or (into.layout is not torch.strided and not is_dtensor(into)):
+            self.note("kind", place, f"is a {_layout(into)}tensor in `into`, stored as {_describe(node)}")
+            return keep
+        self.used.add(name)
+        self.matched += 1
+        self.fill(into, name, place)
+        return keep
+
+    def fill(self, into: torch.Tensor, name: str, place: Place) -> None:
+        entry = self.find(name)
+        shown = f"into{show(place).removeprefix('state')}"
+        if is_dtensor(into):
+            chunk = chunk_of(into, name_of(place), shown)
+            target, shape = chunk.tensor, chunk.global_shape
+            box = tuple(range(o, o + n) for o, n in zip(chunk.offsets, target.shape, strict=True))
+        else:
+            target, shape = into.detach(), tuple(into.shape)
+            box = whole(shape)
+        check_storable(target if is_dtensor(into) else into, shown)
+        if shape != entry.shape:
+            self.note("shape", place, f"is {list(shape)} in `into`, {list(entry.shape)} stored")
+            return
+        if dtype_name(target.dtype) != entry.dtype and not self.castable(entry, target, place):
+            return
+        if any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)):
+            self.note("kind", place, "is an expanded tensor in `into`: several of its elements are one place in memory")
+            return
+        if target.numel() == 0:
+            return
+        key = (target.device, target.data_ptr(), target.shape, target.stride(), target.dtype)
+        before = self.memory.setdefault(key, (entry, name))
+        if before[1] == name and before[0] is not entry:
+            return  # tied in `into`, and the same stored tensor
+        if before[0] is not entry:
+            if (before[0].dtype, before[0].extents) != (entry.dtype, entry.extents):
+                self.plan.ties.append((before[0], entry, name_of(place)))
+            return
+        self.plan.fills.append(Fill(entry=entry, box=box, target=target))
+
+    def castable(self, entry: TensorEntry, target: torch.Tensor, place: Place) -> bool:
+        wanted = dtype_name(target.dtype)
+        if self.options.dtype == "cast":
+            try:
+                torch.zeros(1, dtype=torch.uint8).expand(16)[: torch_dtype(entry.dtype).itemsize].clone().view(torch_dtype(entry.dtype)).to(
+                    target.dtype
+                )
+            except (RuntimeError, NotImplementedError):
+                self.note("dtype", place, f"is {wanted} in `into`, {entry.dtype} stored, and torch can't convert that")
+                return False
+            return True
+        self.note("dtype", place, f"is {wanted} in `into`, {entry.dtype} stored")
+        return False
+
+    def sparse(self, into: torch.Tensor, node: Opaque, place: Place) -> _Finish:
+        keep: _Finish = lambda build: into  # noqa: E731
+        facts = node.value
+        parts = list(stored_tensors(node))
+        self.used.update(t.name for t in parts)
+        if str(into.layout) != f"torch.{facts['layout']}":
+            self.note("kind", place, f"is a {_layout(into)}tensor in `into`, stored as {facts['layout']}")
+            return keep
+        stored = self.index.dtype(parts[-1].name)
+        if tuple(facts["shape"]) != tuple(into.shape):
+            self.note("shape", place, f"is {list(into.shape)} in `into`, {list(facts['shape'])} stored")
+            return keep
+        if stored != dtype_name(into.dtype) and self.options.dtype == "exact":
+            self.note("dtype", place, f"is {dtype_name(into.dtype)} in `into`, {stored} stored")
+            return keep
+        self.matched += 1
+        self.plan.fresh.append(node)
+
+        def finish(build: Build) -> Any:
+            with torch.no_grad():
+                into.detach().copy_(build(node))
+            return into
+
+        return finish
+
+    # ---- differences
+
+    def wanted(self, place: Place) -> bool:
+        return selected(name_of(place), self.names)
+
+    def find(self, name: str) -> TensorEntry:
+        try:
+            return self.index.find(name)
+        except NotFoundError as error:
+            raise IncompleteError(
+                f"the checkpoint's tree names the tensor {name!r}, its index does not", hint="run `tierstore verify`, or load another step"
+            ) from error
+
+    def unexpected(self, node: Any, place: Place) -> None:
+        tensors = list(stored_tensors(node, place))
+        for tensor in tensors:
+            if tensor.name not in self.used:
+                self.note("unexpected", tensor.place, f"{self.index.dtype(tensor.name)} {list(self.index.shape(tensor.name))}")
+        if not tensors:
+            self.note("unexpected", place, _describe(node))
+
+    def note(self, kind: str, place: Place, detail: str) -> None:
+        name = name_of(place)
+        if not selected(name, self.names):
+            return
+        options = self.options
+        if kind == "missing" and (options.missing == "keep" or _any(name, options.allow_missing)):
+            return
+        if kind == "unexpected" and (options.unexpected == "ignore" or _any(name, options.allow_unexpected)):
+            return
+        if kind == "shape" and options.shape == "skip":
+            return
+        self.problems[kind].append((name, detail))
+
+    def check(self) -> None:
+        if self.by_name:  # a foreign flat checkpoint is matched by name: what was found is not unexpected
+            self.problems["unexpected"] = [p for p in self.problems["unexpected"] if self.by_name.get(p[0]) not in self.used]
+        total = sum(map(len, self.problems.values()))
+        if not total:
+            if not self.matched and len(self.index):
+                raise StateMismatchError(
+                    f"nothing of `into` is in the checkpoint, which has {len(self.index):,} tensors: nothing would be loaded",
+                    hint="compare the names: `tierstore tensors RUN@STEP` lists them",
+                )
+            return
+        unexpected = [name for name, _ in self.problems["unexpected"]]
+        lines: list[str] = []
+        for kind, found in self.problems.items():
+            for name, detail in found:
+                near = difflib.get_close_matches(name, unexpected[:2000], n=1) if kind == "missing" and len(lines) < _SHOWN else []
+                lines.append(f"{kind:<10} {name}: {detail}" + (f" (nearest stored: {near[0]})" if near else ""))
+        more = f"\n  ... and {total - _SHOWN:,} more" if total > _SHOWN else ""
+        raise StateMismatchError(
+            f"the checkpoint and `into` differ in {total:,} places; nothing was changed\n  " + "\n  ".join(lines[:_SHOWN]) + more,
+            hint=_hint(self.problems),
+            **{kind: tuple(name for name, _ in found) for kind, found in self.problems.items()},
+        )
+
+
+def _hint(problems: dict[str, list[tuple[str, str]]]) -> str:
+    ways = {
+        "missing": "missing='keep' or allow_missing=('PATTERN', ...)",
+        "unexpected": "unexpected='ignore' or allow_unexpected=('PATTERN', ...)",
+        "shape": "shape='skip'",
+        "dtype": "dtype='cast'",
+    }
+    allowed = [way for kind, way in ways.items() if problems[kind]]
+    text = f"to go on all the same: LoadOptions({', '.join(allowed)})" if allowed else "correct `into`"
+    if problems["unexpected"]:
+        text += "; None in `into` (e.g. for an optimizer that has not stepped yet) takes what is stored, freshly loaded"
+    return text
+
+
+def _any(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node, TensorRef) or (isinstance(node, Opaque) and node.tag == TENSOR)
+
+
+def _deep(node: Any) -> bool:
+    """Whether a container holds tensors or dicts, so that it is compared place by place and not replaced as a whole."""
+    if isinstance(node, torch.Tensor | TensorRef | Opaque | dict):
+        return True
+    return isinstance(node, list | tuple) and any(_deep(item) for item in node)
+
+
+def _flat(tree: Any) -> bool:
+    return isinstance(tree, dict) and bool(tree) and all(isinstance(k, str) and isinstance(v, TensorRef) for k, v in tree.items())
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    return "" if tensor.layout is torch.strided else f"{tensor.layout} ".removeprefix("torch.")
+
+
+def _describe(node: Any) -> str:
+    if _is_tensor(node):
+        return "a tensor"
+    if isinstance(node, Opaque):
+        return str(node.value.get("layout", "sparse")) if node.tag == SPARSE else node.tag
+    return f"{type(node).__name__} {node!r}"[:80] if not isinstance(node, dict | list | tuple) else f"a {type(node).__name__}"

@@ -1,0 +1,162 @@
+"""Filling tensors from a checkpoint: boxes of stored tensors, read straight into memory where the layout allows it.
+
+What can't be read in place (another device, strided memory, a cast, gathered columns) goes through scratch of bounded size, so that a
+load needs little more memory than what it loads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from tierstore.errors import IncompleteError
+from tierstore.format.dtypes import DTYPES
+from tierstore.format.index import Index, TensorEntry
+from tierstore.state.bits import as_bits, memory_of, tensor_over, torch_dtype
+from tierstore.state.boxes import SPAN_NBYTES, Box, Read, intersect, reads_of
+from tierstore.tiers.reads import Want
+
+__all__ = ["Fill", "Reader", "Run", "fill_all", "same_values"]
+
+SCRATCH_NBYTES = 4 * SPAN_NBYTES
+"""Scratch memory of one load, in bytes."""
+
+_ALIGNMENT = 64
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Runs a coroutine on the process's event loop and returns its result (`storage.loop.EventLoop.run`)."""
+
+
+class Reader(Protocol):
+    """What a load needs of an open checkpoint; `tiers.replica.Replica` is one."""
+
+    @property
+    def index(self) -> Index:
+        """The routing index."""
+
+    async def objects(self, rank: int) -> bytes:
+        """The encoded tree of `rank`."""
+
+    async def read(self, wants: Sequence[Want]) -> None:
+        """Fills each want's buffer with verified bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fill:
+    """One wish: the box `box` of the stored tensor `entry` into `target`, whose shape is the box's. `target` is strided and detached."""
+
+    entry: TensorEntry
+    box: Box
+    target: torch.Tensor
+
+
+def fill_all(reader: Reader, run: Run, fills: Sequence[Fill]) -> None:
+    """Reads every wish. Values of another dtype are cast.
+
+    Raises:
+        IncompleteError: A wished box has elements that no extent holds.
+        IntegrityError: No tier has good bytes; from `Reader.read`.
+    """
+    wants: list[Want] = []
+    gathered: list[tuple[Read, int, torch.dtype]] = []
+    used = 0
+    scratch: torch.Tensor | None = None
+
+    def flush() -> None:
+        nonlocal used
+        if wants:
+            run(reader.read(wants))
+        with torch.no_grad():
+            for read, at, dtype in gathered:
+                assert scratch is not None
+                _scatter(scratch, read, at, dtype)
+        wants.clear()
+        gathered.clear()
+        used = 0
+
+    for fill in fills:
+        stored = torch_dtype(fill.entry.dtype)
+        for read in _reads(fill, stored, reader.index.block_nbytes):
+            if read.strides is None:
+                wants.append(Want(file=read.file, offset=read.offset, buffer=memory_of(read.target)))
+                continue
+            if used + read.nbytes > SCRATCH_NBYTES:
+                flush()
+            if scratch is None:
+                scratch = torch.empty(SCRATCH_NBYTES, dtype=torch.uint8, device="cpu")
+            memory = memory_of(scratch[used : used + read.nbytes])
+            wants.append(Want(file=read.file, offset=read.offset, buffer=memory))
+            gathered.append((read, used, stored))
+            used += -(-read.nbytes // _ALIGNMENT) * _ALIGNMENT
+    flush()
+
+
+def _reads(fill: Fill, stored: torch.dtype, block_nbytes: int) -> Iterator[Read]:
+    entry, target = fill.entry, fill.target
+    if target.numel() == 0:
+        return
+    direct = target.device.type == "cpu" and target.dtype == stored and not (target.is_conj() or target.is_neg())
+    covered = 0
+    for extent in entry.extents:
+        found = intersect(fill.box, extent.offsets, extent.sizes)
+        if found is None:
+            continue
+        inside, positions = found
+        part = target[positions] if positions else target
+        covered += part.numel()
+        yield from reads_of(
+            file=extent.file,
+            begin=extent.begin,
+            sizes=extent.sizes,
+            itemsize=DTYPES[entry.dtype].itemsize,
+            inside=inside,
+            target=part,
+            direct=direct,
+            block_nbytes=block_nbytes,
+        )
+    if covered != target.numel():
+        raise IncompleteError(
+            f"tensor {entry.name!r}: the stored extents hold {covered:,} of the {target.numel():,} elements that are wanted",
+            hint="a rank's part is missing: run `tierstore verify`, or load another step",
+            tensor=entry.name,
+        )
+
+
+def _scatter(scratch: torch.Tensor, read: Read, at: int, stored: torch.dtype) -> None:
+    assert read.strides is not None
+    values = scratch[at : at + read.nbytes].view(stored).as_strided(tuple(read.target.shape), read.strides, at // stored.itemsize)
+    target = read.target
+    if target.dtype != stored or target.is_conj() or target.is_neg():
+        target.copy_(values)
+    else:
+        as_bits(target).copy_(as_bits(values))
+
+
+def same_values(reader: Reader, run: Run, first: TensorEntry, second: TensorEntry) -> bool:
+    """Whether two stored tensors of equal dtype and shape hold the same bits; read in pieces, nothing is kept."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    if first.extents == second.extents or 0 in first.shape:
+        return True
+    dtype = torch_dtype(first.dtype)
+    for box in _pieces(first.shape, dtype.itemsize):
+        shape = tuple(len(r) for r in box)
+        count = math.prod(shape) * dtype.itemsize
+        pair = [tensor_over(memoryview(bytearray(count)), dtype, shape) for _ in range(2)]
+        fill_all(reader, run, [Fill(entry=e, box=box, target=t) for e, t in zip((first, second), pair, strict=True)])
+        if not torch.equal(as_bits(pair[0]), as_bits(pair[1])):
+            return False
+    return True
+
+
+def _pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
+    if not shape:
+        yield ()
+        return
+    rows = max(1, SPAN_NBYTES // max(1, math.prod(shape[1:]) * itemsize))
+    for begin in range(0, shape[0], rows):
+        yield (range(begin, min(begin + rows, shape[0])), *(range(size) for size in shape[1:]))

@@ -1,0 +1,186 @@
+"""A state from its tree: the way back from `flatten`, and what a decoded tree says of its tensors.
+
+Trees come from storage: a malformed node is a FormatError that names it, and nothing is executed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tierstore.errors import FormatError
+from tierstore.format.objects import ObjectCodecs, Opaque, TensorRef
+from tierstore.state.bits import as_bits, torch_dtype
+from tierstore.state.paths import Place
+
+__all__ = ["COMPONENTS", "MODULE_STATE", "SPARSE", "TENSOR", "StoredTensor", "rebuilt", "stored_tensors", "unflatten"]
+
+MODULE_STATE = "torch.state_dict"
+TENSOR = "torch.Tensor"
+SPARSE = "torch.sparse"
+
+COMPONENTS: Mapping[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("indices", "values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def check_node(node: Opaque) -> None:
+    """Raises FormatError where one of our own tagged nodes is not made as `flatten` makes it."""
+    value = node.value
+    if node.tag == MODULE_STATE:
+        good = isinstance(value, list) and len(value) == 2 and isinstance(value[0], OrderedDict)
+    elif node.tag == TENSOR:
+        good = isinstance(value, dict) and isinstance(value.get("ref"), TensorRef) and ("view" not in value or _is_view(value["view"]))
+    else:
+        layout = getattr(torch, str(value.get("layout")), None) if isinstance(value, dict) else None
+        good = layout in COMPONENTS and isinstance(value.get("parts"), dict) and _are_sizes(value.get("shape"))
+        good = good and tuple(value["parts"]) == COMPONENTS[layout] and type(value.get("coalesced", False)) is bool
+    if not good:
+        raise FormatError(f"the stored tree has a malformed {node.tag} node", hint="the file is foreign or damaged: run `tierstore verify`")
+
+
+def _is_view(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 4
+        and isinstance(value[0], str)
+        and isinstance(value[2], str)
+        and _are_sizes((value[1],))
+        and _are_sizes(value[3])
+    )
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, tuple) and all(type(size) is int and 0 <= size < 1 << 62 for size in value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor that a tree refers to: where in the state, and by which name the index knows it."""
+
+    place: Place
+    name: str
+    base: str
+    """The tensor whose memory holds it: itself, or the one that it is a view of."""
+
+
+def stored_tensors(tree: Any, place: Place = ()) -> Iterator[StoredTensor]:
+    """Every tensor of a decoded tree, in the tree's order; components of sparse tensors count as tensors."""
+    if isinstance(node := tree, TensorRef):
+        yield StoredTensor(place=place, name=node.name, base=node.name)
+    elif isinstance(node, Opaque) and node.tag in (TENSOR, SPARSE, MODULE_STATE):
+        check_node(node)
+        if node.tag == TENSOR:
+            name = node.value["ref"].name
+            yield StoredTensor(place=place, name=name, base=node.value["view"][0] if "view" in node.value else name)
+        elif node.tag == SPARSE:
+            for part, inner in node.value["parts"].items():
+                yield from stored_tensors(inner, (*place, part))
+        else:
+            yield from stored_tensors(node.value[0], place)
+    elif isinstance(node, Opaque):
+        yield from stored_tensors(node.value, place)
+    elif isinstance(node, dict):
+        for key, item in node.items():
+            yield from stored_tensors(item, (*place, key))
+    elif isinstance(node, list | tuple):
+        for i, item in enumerate(node):
+            yield from stored_tensors(item, (*place, i))
+
+
+def rebuilt(node: Any, change: Callable[[Any], Any]) -> Any:
+    """A container with `change` applied to what it holds; anything else as it is."""
+    kind = type(node)
+    if kind is dict or kind is OrderedDict:
+        return kind((key, change(item)) for key, item in node.items())
+    if kind is list or kind is tuple:
+        return kind(change(item) for item in node)
+    if kind is Opaque:
+        return Opaque(node.tag, change(node.value))
+    return node
+
+
+def unflatten(tree: Any, tensors: Callable[[str], torch.Tensor], codecs: ObjectCodecs | None = None) -> Any:
+    """Builds the state of a decoded tree.
+
+    Args:
+        tree: What `flatten` made, or `decode_objects` read without codecs.
+        tensors: Gives the tensor of a name, the same object each time; tied places then hold the same tensor.
+        codecs: Codecs for the types that the tree's tags name.
+
+    Raises:
+        FormatError: The tree is malformed, or has a tag that no codec knows.
+    """
+    return _Build(tensors, codecs or ObjectCodecs(), {}).build(tree)
+
+
+@dataclass(frozen=True, slots=True)
+class _Build:
+    tensors: Callable[[str], torch.Tensor]
+    codecs: ObjectCodecs
+    made: dict[tuple[Any, ...], torch.Tensor]
+
+    def build(self, node: Any) -> Any:
+        if isinstance(node, TensorRef):
+            return self.tensors(node.name)
+        if not isinstance(node, Opaque):
+            return rebuilt(node, self.build)
+        if node.tag not in (TENSOR, SPARSE, MODULE_STATE):
+            return self.codecs.decode(node.tag, self.build(node.value))
+        check_node(node)
+        if node.tag == MODULE_STATE:
+            items, metadata = (self.build(item) for item in node.value)
+            items._metadata = metadata
+            return items
+        try:
+            return self.tensor(node.value) if node.tag == TENSOR else self.sparse(node.value)
+        except (RuntimeError, TypeError, ValueError) as error:  # sizes and indices that torch refuses
+            raise FormatError(
+                f"the stored tree has a {node.tag} node that torch refuses: {error}", hint="run `tierstore verify`"
+            ) from error
+
+    def tensor(self, facts: Mapping[str, Any]) -> torch.Tensor:
+        view = facts.get("view")
+        key = (facts["ref"].name, facts.get("parameter", False), facts.get("requires_grad", False))
+        if key in self.made:
+            return self.made[key]
+        if view is None:
+            value = self.tensors(facts["ref"].name)
+        else:
+            base, offset, dtype, shape = view
+            wanted = torch_dtype(dtype)
+            count = wanted.itemsize
+            for size in shape:
+                count *= size
+            flat = as_bits(self.tensors(base)).reshape(-1).view(torch.uint8)
+            if not 0 <= offset <= offset + count <= flat.numel():
+                raise ValueError(f"bytes {offset} to {offset + count} lie outside of {base!r}")
+            value = flat[offset : offset + count].view(wanted).view(shape)
+        self.made[key] = made = _dressed(value, facts)
+        return made
+
+    def sparse(self, facts: Mapping[str, Any]) -> torch.Tensor:
+        layout = getattr(torch, facts["layout"])
+        parts = [self.build(facts["parts"][part]) for part in COMPONENTS[layout]]
+        if layout is torch.sparse_coo:
+            value = torch.sparse_coo_tensor(
+                parts[0], parts[1], facts["shape"], is_coalesced=facts.get("coalesced", False), check_invariants=True
+            )
+        else:
+            value = torch.sparse_compressed_tensor(parts[0], parts[1], parts[2], facts["shape"], layout=layout, check_invariants=True)
+        return _dressed(value, facts)
+
+
+def _dressed(tensor: torch.Tensor, facts: Mapping[str, Any]) -> torch.Tensor:
+    needs_grad = bool(facts.get("requires_grad", False))
+    if facts.get("parameter", False):
+        return torch.nn.Parameter(tensor, requires_grad=needs_grad)
+    return tensor.detach().requires_grad_() if needs_grad else tensor
