@@ -99,7 +99,7 @@ class ByteBudget:
         start = -whole.ctypes.data % _ALIGN  # page-aligned, for storages that write past the page cache
         lent = whole[start : start + nbytes]
         weakref.finalize(lent, _returned, weakref.ref(self), loop, nbytes, whole).atexit = False
-        return memoryview(lent)
+        return lent.data
 
     def _give_back(self, nbytes: int, whole: NDArray[np.uint8] | None) -> None:
         self.in_flight -= nbytes

@@ -83,7 +83,7 @@ class CopyContext:
         for number, tier in enumerate(tiers.tiers):
             rates = [r for r in (tier.max_bandwidth, max_bandwidth if number else None) if r is not None]
             if rates:
-                limits[tier.name] = Bandwidth(min(rates))
+                limits[tier.name] = Bandwidth(min(rates), clock)
         return CopyContext(
             tiers=tiers,
             clock=clock,

@@ -18,12 +18,11 @@ from tierstore.tiers.copying import CopyContext, check_space
 from tierstore.tiers.jobs import PendingCopy, WorkerOptions
 from tierstore.tiers.lanes import Entry, Lane
 from tierstore.tiers.locks import RunLock
-from tierstore.tiers.opening import ensure_tier
 from tierstore.tiers.persist import persist
 from tierstore.tiers.promote import pending
 from tierstore.tiers.retry import Backoff, Verdict, judge
 from tierstore.tiers.saves import Save, SaveQueue, save_error
-from tierstore.tiers.tier import Tier, Tiers
+from tierstore.tiers.tier import Tier, Tiers, ensure_tier
 from tierstore.tiers.view import AttemptView, further, staging
 
 __all__ = ["Engine"]
@@ -82,7 +81,7 @@ class Engine:
                 await self.persist_one(save)
             except asyncio.CancelledError:
                 raise
-            except Exception as error:  # noqa: BLE001 - boundary: a fault in the program fails this save, not the worker
+            except Exception as error:
                 log.exception("checkpoint=%s unexpected failure", save.job.attempt.folder)
                 failure = SaveError(f"unexpected {type(error).__name__} while saving: {error}", hint="report this fault")
                 failure.__cause__ = error

@@ -17,9 +17,8 @@ from tierstore.tiers.advance import Outcome, advance
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.jobs import PendingCopy, WorkerOptions
 from tierstore.tiers.locks import RunLock
-from tierstore.tiers.opening import ensure_tier
 from tierstore.tiers.retry import Backoff, Verdict, judge
-from tierstore.tiers.tier import Tier
+from tierstore.tiers.tier import Tier, ensure_tier
 from tierstore.tiers.view import AttemptView
 
 __all__ = ["Entry", "Lane", "LaneReports"]
@@ -160,7 +159,7 @@ class Lane:
             outcome = await self._advance(entry)
         except TierStoreError as error:
             self._failed(entry, error)
-        except Exception as error:  # noqa: BLE001 - boundary: a fault in the program ends this copy, not the lane
+        except Exception as error:
             log.exception("tier=%s checkpoint=%s unexpected failure", self.tier.name, entry.attempt.folder)
             failure = SaveError(f"unexpected {type(error).__name__} while copying to {self.tier.name!r}: {error}", hint="report this fault")
             failure.__cause__ = error

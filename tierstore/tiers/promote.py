@@ -19,8 +19,7 @@ from tierstore.tiers.advance import Outcome, advance
 from tierstore.tiers.catalog import Catalog, CheckpointInfo, scan
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.locks import RunLock, lock_path
-from tierstore.tiers.opening import ensure_tier
-from tierstore.tiers.tier import Tier, Tiers
+from tierstore.tiers.tier import Tier, Tiers, ensure_tier
 from tierstore.tiers.view import further, read_state, staging
 
 __all__ = ["Copy", "CopyKind", "Failure", "ReconcileReport", "pending", "promote", "reconcile"]
@@ -90,7 +89,8 @@ def _wanted(info: CheckpointInfo, tiers: Tiers) -> list[Copy]:
     held: set[int] = set()
     for tier in staging(tiers):
         here = set(info.receipts.get(tier.name, ()))
-        undocumented = here and info.replicas.get(tier.name) == "receipt"
+        # A share (some of the ranks) is never complete in itself: that its documents are there can't be told from the catalog.
+        undocumented = len(here) == info.world_size and info.replicas.get(tier.name) == "receipt"
         if (held - here or undocumented) and tier.name not in state.evicted:
             copies.append(Copy(attempt=info.attempt, tier=tier.name, kind="complete", nbytes=info.nbytes))
         held |= here

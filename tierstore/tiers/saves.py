@@ -166,7 +166,7 @@ class SaveQueue:
         save.release()
         attempt = save.job.attempt
         error = SaveError(
-            f"step {attempt.step} of run {attempt.run!r} was skipped: newer saves came before it could be written (save.backlog: skip_oldest)",
+            f"step {attempt.step} of run {attempt.run!r} was skipped: newer saves came before it was written (backlog: skip_oldest)",
             hint="save less often, raise io.max_inflight, or set save.backlog: block",
             run=attempt.run,
             step=attempt.step,

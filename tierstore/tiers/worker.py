@@ -16,10 +16,11 @@ from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
 from tierstore.clock import Clock
+from tierstore.config_models import StoreConfig
 from tierstore.errors import ClosedError, DeadlineError, LockedError, TierStoreError
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.engine import Engine
-from tierstore.tiers.jobs import PendingCopy, SaveJob, WorkerOptions
+from tierstore.tiers.jobs import PendingCopy, SaveJob, WorkerOptions, worker_options
 from tierstore.tiers.locks import RunLock, lock_path
 from tierstore.tiers.progress import NO_PROGRESS, Progress, TransferBoard
 from tierstore.tiers.promote import ReconcileReport, reconcile
@@ -41,15 +42,15 @@ _POLL_S = 0.02
 class WorkerSession(Protocol):
     """What the worker needs of a `Session`."""
 
+    config: StoreConfig
+    clock: Clock
+
     @property
     def tiers(self) -> Tiers: ...
 
-    @property
-    def clock(self) -> Clock: ...
+    def run_coroutine(self, coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T: ...
 
-    def run_coroutine(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T: ...
-
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]: ...
+    def submit(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]: ...
 
 
 class Worker:
@@ -59,7 +60,7 @@ class Worker:
         session: Tiers, clock and event loop.
         run: The run.
         rank: This process's rank.
-        options: The rules.
+        options: The rules; by default those of the session's configuration.
         progress: Told as bytes arrive on tiers.
     """
 
@@ -75,7 +76,7 @@ class Worker:
         self._session = session
         self.run = run
         self.rank = rank
-        self.options = options or WorkerOptions()
+        self.options = options or worker_options(session.config)
         self._queue = SaveQueue(self.options, self._wake)
         self._board = TransferBoard(progress)
         self._starting = threading.Lock()
