@@ -18,7 +18,7 @@ ARGS ?=
 
 bin := $(VENV)/bin
 python := $(bin)/python
-pip := $(python) -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+pip := $(python) -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 project := pyproject.toml $(CONSTRAINTS) tools/make_venv.py
 
 .PHONY: demo test check bench clean help

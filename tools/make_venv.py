@@ -14,37 +14,57 @@ import venv
 from pathlib import Path
 
 
+OLDEST_TORCH = (2, 6)  # as in pyproject.toml
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("venv", type=Path)
-    parser.add_argument("--constraints", default="", help="a pip constraints file")
+    parser.add_argument("--constraints", default="", help="a pip constraints file; what is left of it goes to VENV/constraints.txt")
     parser.add_argument("--torch-index", default="", help="where CPU builds of torch are, if the package index has only CUDA builds")
     options = parser.parse_args()
     python = options.venv / "bin" / "python"
     if not python.exists():
-        shared = _has_torch(sys.executable)
-        print(f"making {options.venv} with {sys.executable}" + (" and its torch" if shared else ""), flush=True)
+        shared = _torch_of(sys.executable)
+        print(f"making {options.venv} with {sys.executable}" + (f" and its torch {shared}" if shared else ""), flush=True)
         try:
-            venv.create(options.venv, with_pip=True, system_site_packages=shared)
+            venv.create(options.venv, with_pip=True, symlinks=True, system_site_packages=bool(shared))
         except (subprocess.CalledProcessError, OSError) as error:
             print(f"can't make a virtual environment: {error}\non Debian and Ubuntu: apt-get install python3-venv", file=sys.stderr)
             return 1
-    if _has_torch(str(python)):
-        return 0
+    lines = Path(options.constraints).read_text(encoding="utf-8").splitlines() if options.constraints else []
+    installed = _torch_of(str(python))
+    if not installed:
+        if not _install_torch(python, options.constraints, options.torch_index):
+            print("torch could not be installed: see pip's message above", file=sys.stderr)
+            return 1
+        installed = _torch_of(str(python))
+    # From here on pip must leave the torch that is there alone, whatever it is.
+    kept = [line for line in lines if not line.startswith("torch==")]
+    (options.venv / "constraints.txt").write_text("\n".join([*kept, f"torch=={installed}", ""]), encoding="utf-8")
+    return 0
+
+
+def _install_torch(python: Path, constraints: str, index: str) -> bool:
     pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
-    held = ["-c", options.constraints] if options.constraints else []
+    held = ["-c", constraints] if constraints else []
     offered = _offered_torch(pip, held)
-    if options.torch_index and not _is_cpu_build(offered):
-        print(f"the package index offers torch {offered}, with CUDA; taking a CPU build from {options.torch_index}", flush=True)
-        if subprocess.run([*pip, "--quiet", "--retries", "1", *held, "--index-url", options.torch_index, "torch"], check=False).returncode == 0:
-            return 0
+    if index and not _is_cpu_build(offered):
+        print(f"the package index offers torch {offered}, with CUDA; taking a CPU build from {index}", flush=True)
+        if subprocess.run([*pip, "--quiet", "--retries", "1", *held, "--index-url", index, "torch"], check=False).returncode == 0:
+            return True
         print("that did not work; taking what the package index has", flush=True)
     print(f"installing torch {offered}", flush=True)
-    return subprocess.run([*pip, "--quiet", *held, "torch"], check=False).returncode
+    return subprocess.run([*pip, "--quiet", *held, "torch"], check=False).returncode == 0
 
 
-def _has_torch(python: str) -> bool:
-    return subprocess.run([python, "-c", "import torch"], capture_output=True, check=False).returncode == 0
+def _torch_of(python: str) -> str:
+    """The version of the torch that an interpreter can import; empty if it has none, or one that is too old."""
+    code = "import torch; print(torch.__version__)"
+    done = subprocess.run([python, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    version = done.stdout.strip() if done.returncode == 0 else ""
+    numbers = tuple(int(n) for n in version.split("+")[0].split(".")[:2] if n.isdigit())
+    return version if numbers >= OLDEST_TORCH else ""
 
 
 def _offered_torch(pip: list[str], held: list[str]) -> str:
