@@ -18,7 +18,7 @@ ARGS ?=
 
 bin := $(VENV)/bin
 python := $(bin)/python
-pip := $(python) -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
+pip := $(python) -m pip install -qq --disable-pip-version-check -c $(VENV)/constraints.txt
 project := pyproject.toml $(CONSTRAINTS) tools/make_venv.py
 
 .PHONY: demo test check bench clean help
@@ -48,13 +48,15 @@ clean:
 $(VENV)/.torch: $(project)
 	@command -v $(PYTHON) >/dev/null 2>&1 || { echo "make: there is no '$(PYTHON)': install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "make: '$(PYTHON)' is $$($(PYTHON) --version 2>&1), tierstore needs 3.10 or newer: make PYTHON=/path/to/python3.10" >&2; exit 1; }
-	$(PYTHON) tools/make_venv.py "$(VENV)" --constraints "$(CONSTRAINTS)" --torch-index "$(TORCH_INDEX)"
+	@$(PYTHON) tools/make_venv.py "$(VENV)" --constraints "$(CONSTRAINTS)" --torch-index "$(TORCH_INDEX)"
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch
-	$(pip) -e '.[demo]'
+	@echo "installing tierstore and what the demo needs"
+	@$(pip) -e '.[demo]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch
-	$(pip) -e '.[dev]'
+	@echo "installing tierstore, its tests and tools"
+	@$(pip) -e '.[dev]'
 	@touch $@ $(VENV)/.demo

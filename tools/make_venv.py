@@ -13,7 +13,6 @@ import sys
 import venv
 from pathlib import Path
 
-
 OLDEST_TORCH = (2, 6)  # as in pyproject.toml
 
 
@@ -51,11 +50,11 @@ def _install_torch(python: Path, constraints: str, index: str) -> bool:
     offered = _offered_torch(pip, held)
     if index and not _is_cpu_build(offered):
         print(f"the package index offers torch {offered}, with CUDA; taking a CPU build from {index}", flush=True)
-        if subprocess.run([*pip, "--quiet", "--retries", "1", *held, "--index-url", index, "torch"], check=False).returncode == 0:
+        if subprocess.run([*pip, "-qq", "--retries", "1", *held, "--index-url", index, "torch"], check=False).returncode == 0:
             return True
         print("that did not work; taking what the package index has", flush=True)
     print(f"installing torch {offered}", flush=True)
-    return subprocess.run([*pip, "--quiet", *held, "torch"], check=False).returncode == 0
+    return subprocess.run([*pip, "-qq", *held, "torch"], check=False).returncode == 0
 
 
 def _torch_of(python: str) -> str:
@@ -69,7 +68,7 @@ def _torch_of(python: str) -> str:
 
 def _offered_torch(pip: list[str], held: list[str]) -> str:
     """The version of torch that pip would take as it is configured; empty if it can't tell."""
-    command = [*pip, "--quiet", "--dry-run", "--no-deps", "--report", "-", *held, "torch"]
+    command = [*pip, "-qq", "--dry-run", "--no-deps", "--report", "-", *held, "torch"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         return ""
