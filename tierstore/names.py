@@ -133,7 +133,7 @@ def check_step(step: object) -> int:
     """Returns `step` as an int if it is a whole number from 0 (numpy integers count, bool does not)."""
     if isinstance(step, bool) or not hasattr(step, "__index__"):
         raise UsageError(f"a step is a whole number, not {type(step).__name__} {step!r}", hint="pass the trainer's global step as an int")
-    value = step.__index__()
+    value: int = step.__index__()
     if not 0 <= value <= MAX_STEP:
         raise UsageError(f"step {value} is out of range", hint=f"steps go from 0 to {MAX_STEP}")
     return value

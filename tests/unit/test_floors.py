@@ -79,8 +79,9 @@ def imports_of(module: str, source: str) -> Iterator[Import]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module} has a relative import in line {node.lineno}"
             for alias in node.names:
-                # `from tierstore import names` means the module, `from tierstore.names import x` one of its names.
-                target = f"{node.module}.{alias.name}" if node.module == "tierstore" else str(node.module)
+                # `from tierstore import names` means the module, `from tierstore import open` the package root.
+                inner = node.module == "tierstore" and alias.name in (*FLOORS, BESIDE)
+                target = f"{node.module}.{alias.name}" if inner else str(node.module)
                 yield Import(module=module, target=target, line=node.lineno)
 
 
@@ -169,6 +170,7 @@ def test_the_checker_sees_a_breach(module: str, line: str, why: str) -> None:
         ("tierstore.testing.conformance", "from tierstore.storage.contract import Storage"),
         ("tierstore.config", "from tierstore.errors import ConfigError"),
         ("tierstore.cli.demo_train", "import tierstore"),
+        ("tierstore.cli.demo", "from tierstore import __version__"),
     ],
 )
 def test_the_checker_lets_the_design_through(module: str, line: str) -> None:
