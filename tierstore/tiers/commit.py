@@ -8,23 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from tierstore.clock import Clock, parse_utc
 from tierstore.crashpoints import reach
-from tierstore.errors import CondemnedError, ConflictError, IncompleteError, IntegrityError, NotFoundError, UsageError, VersionError
+from tierstore.errors import (
+    CondemnedError,
+    ConflictError,
+    FormatError,
+    IncompleteError,
+    IntegrityError,
+    NotFoundError,
+    UsageError,
+    VersionError,
+)
 from tierstore.format.digest import block_digests, digest_of, file_digest
 from tierstore.format.index import Index, check_coverage, decode_index, encode_index, merge_indexes
 from tierstore.format.manifest import FileRecord, Manifest, encode_manifest
 from tierstore.format.objects import merge_objects
 from tierstore.format.part import Part, decode_part
 from tierstore.format.record import Record
-from tierstore.names import INDEX, MANIFEST, OBJECTS, Attempt, part_name
+from tierstore.names import INDEX, MANIFEST, OBJECTS, Attempt, part_name, save_id_time
 from tierstore.storage.contract import Storage
 from tierstore.tiers.log import decide_fate, read_fate
 from tierstore.tiers.tier import Tiers
+from tierstore.tiers.together import together
 
 __all__ = ["commit", "condemned_error"]
 
@@ -159,8 +169,8 @@ class _Gathering:
         wanted = [rank for rank in self.missing() if rank not in self.parts]
         listed = [rank for rank in wanted if part_name(rank) in names]
         unlisted = [rank for rank in wanted if part_name(rank) not in names][:_ASK_UNLISTED]
-        await _each(self._take, [*listed, *unlisted])
-        await _each(self._prove, [rank for rank in self.missing() if rank in self.parts])
+        await together(self._take, [*listed, *unlisted], at_once=_AT_ONCE)
+        await together(self._prove, [rank for rank in self.missing() if rank in self.parts], at_once=_AT_ONCE)
 
     async def _take(self, rank: int) -> None:
         path = self.attempt.path(part_name(rank))
@@ -214,8 +224,8 @@ def _rank_of(name: str) -> int | None:
 async def _commit(tiers: Tiers, attempt: Attempt, parts: list[tuple[Part, bytes]], clock: Clock, *, condemn: bool) -> Record:
     storage = tiers.authority.storage
     try:
-        index = await asyncio.to_thread(_merge, [part for part, _ in parts])
-    except (IncompleteError, UsageError) as error:
+        index, objects = await asyncio.to_thread(_merge, [part for part, _ in parts])
+    except (IncompleteError, FormatError, UsageError) as error:
         # The parts are final and contradict each other: no waiting mends that.
         if not condemn:
             raise
@@ -225,7 +235,6 @@ async def _commit(tiers: Tiers, attempt: Attempt, parts: list[tuple[Part, bytes]
         except CondemnedError as condemned:
             raise condemned from error
 
-    objects = await asyncio.to_thread(merge_objects, {part.rank: part.objects for part, _ in parts})
     reach("commit.before-objects")
     objects = await _publish(storage, attempt, OBJECTS, objects, lambda data: data)
 
@@ -253,10 +262,10 @@ async def _commit(tiers: Tiers, attempt: Attempt, parts: list[tuple[Part, bytes]
     return fate
 
 
-def _merge(parts: list[Part]) -> Index:
+def _merge(parts: list[Part]) -> tuple[Index, bytes]:
     merged = merge_indexes([part.index for part in parts], labels=[f"rank {part.rank}" for part in parts])
     check_coverage(merged)
-    return merged
+    return merged, merge_objects({part.rank: part.objects for part in parts})
 
 
 def _index_metadata(attempt: Attempt) -> dict[str, Any]:
@@ -284,7 +293,7 @@ def build_manifest(
         save_id=attempt.save_id,
         world_size=first.world_size,
         block_nbytes=block_nbytes,
-        created_at=parse_utc(str(facts["created_at"])),
+        created_at=parse_utc(facts["created_at"]) if "created_at" in facts else save_id_time(attempt.save_id),
         files=tuple(sorted(files, key=lambda f: f.name)),
         tensors=len(index),
         extents=index.extent_count,
@@ -336,13 +345,3 @@ async def _publish(storage: Storage, attempt: Attempt, name: str, data: bytes, n
         log.warning("checkpoint=%s file=%s is not what its parts give and is replaced", attempt.folder, name)
         await storage.put(path, data)
     return data
-
-
-async def _each(work: Callable[[int], Awaitable[None]], ranks: list[int]) -> None:
-    slots = asyncio.Semaphore(_AT_ONCE)
-
-    async def one(rank: int) -> None:
-        async with slots:
-            await work(rank)
-
-    await asyncio.gather(*(one(rank) for rank in ranks))

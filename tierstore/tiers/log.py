@@ -6,7 +6,6 @@ arbiter). Every later decision is the next number; whoever loses it reads what h
 
 from __future__ import annotations
 
-import asyncio
 import os
 import platform
 import re
@@ -19,6 +18,7 @@ from tierstore.errors import ConflictError, IntegrityError, NotFoundError, Refus
 from tierstore.format.record import Record, decode_record, encode_record
 from tierstore.names import Attempt
 from tierstore.storage.contract import Storage
+from tierstore.tiers.together import together
 
 __all__ = ["actor_name", "append", "decide_fate", "new_nonce", "read_fate", "read_log", "read_record", "record_seq"]
 
@@ -89,7 +89,7 @@ async def read_log(storage: Storage, attempt: Attempt) -> tuple[Record, ...]:
     numbers = [seq for info in listed if (seq := record_seq(info.path.rpartition("/")[2])) is not None]
     known = max(numbers, default=-1) + 1
     try:
-        records = list(await asyncio.gather(*(read_record(storage, attempt, seq) for seq in range(known))))
+        records = await together(lambda seq: read_record(storage, attempt, seq), range(known))
     except NotFoundError as error:
         raise IntegrityError(
             f"the log {attempt.log_folder} on {storage.uri} has records up to {known - 1}, but one before it is missing",

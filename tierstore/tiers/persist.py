@@ -131,7 +131,7 @@ async def check_room(tier: Tier, nbytes: int, *, reserve_nbytes: int = RESERVE_N
     free = await tier.storage.free_nbytes()
     if free is not None and free < nbytes + reserve_nbytes:
         raise TierFullError(
-            f"tier {tier.name!r} at {tier.storage.uri} has {free} bytes free; this save needs {nbytes} and leaves {reserve_nbytes} in reserve",
+            f"tier {tier.name!r} at {tier.storage.uri} has {free} bytes free; {nbytes} are needed, and {reserve_nbytes} stay in reserve",
             hint="free space there or let retention keep fewer checkpoints on it; nothing was lost",
             tier=tier.name,
             needed=nbytes,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from tierstore.errors import IntegrityError, NotFoundError, StorageError, TierStoreError
 from tierstore.format.record import Record
@@ -14,15 +13,13 @@ from tierstore.names import Attempt, attempt_of_log_path, log_root
 from tierstore.tiers.checkpoint import CheckpointInfo, IncompleteAttempt, LogFacts, ReplicaState, fold, parse_file_name
 from tierstore.tiers.log import parse_record, record_seq
 from tierstore.tiers.tier import Tier, Tiers, recheck
+from tierstore.tiers.together import together
 
 __all__ = ["RecordCache", "Scanned", "runs", "scan_attempts"]
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE = 32
 _MAX_DEPTH = 16
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 
 
 class RecordCache:
@@ -92,7 +89,7 @@ async def scan_attempts(tiers: Tiers, run: str, cache: RecordCache) -> Scanned:
             if tiers.is_authority(tier):
                 await _read_records(view, view.records, cache)
             return view
-        except (StorageError, NotFoundError) as error:
+        except TierStoreError as error:
             scanned.unreachable[tier.name] = error
             return None
 
@@ -239,13 +236,20 @@ def _replicas(attempt: Attempt, facts: LogFacts, authority: _View | None, lost: 
             states[name] = "evicting"
         elif word == "quarantined" and copied:
             states[name] = "quarantined"
-        elif copied:
+        elif copied and not _is_share(attempt, facts, view):
             states[name] = "complete"
         elif attempt in view.receipts:
             states[name] = "receipt"
         else:
             states[name] = "partial"
     return states
+
+
+def _is_share(attempt: Attempt, facts: LogFacts, view: _View) -> bool:
+    """Whether a node's tier holds its own ranks' parts only, though the documents of the whole checkpoint lie beside them."""
+    world_size = facts.fate.data.get("world_size")
+    ranks = view.receipts.get(attempt, [])
+    return view.tier.scope == "node" and 0 < len(ranks) < (world_size if isinstance(world_size, int) else 1)
 
 
 def _receipts(attempt: Attempt, views: Sequence[_View]) -> dict[str, tuple[int, ...]]:
@@ -273,11 +277,12 @@ async def _describe_undecided(attempts: Sequence[Attempt], views: Sequence[_View
             world_size = next((found[2] for found in names if found and found[2] is not None), world_size)
         return IncompleteAttempt(attempt=attempt, world_size=world_size, parts=parts, receipts=_receipts(attempt, views))
 
-    scanned.incomplete.extend(await _gather(describe, attempts))
+    scanned.incomplete.extend(await together(describe, attempts))
 
 
 async def _list_tier(tier: Tier, run: str) -> _View:
-    records, level = await asyncio.gather(tier.storage.list(log_root(run)), tier.storage.children(run))
+    records = await tier.storage.list(log_root(run))
+    level = await tier.storage.children(run)
     view = _View(tier=tier)
     for info in records:
         split = attempt_of_log_path(info.path)
@@ -320,7 +325,7 @@ async def _read_records(view: _View, attempts: Iterable[Attempt], cache: RecordC
                 return  # removed between the listing and this read
         view.read.setdefault(attempt, {})[seq] = record
 
-    await _gather(one, wanted)
+    await together(one, wanted)
 
 
 async def runs(tiers: Tiers) -> list[str]:
@@ -335,7 +340,7 @@ async def runs(tiers: Tiers) -> list[str]:
         try:
             await recheck(tiers, tier)
             return await _runs_below(tier, "", 0)
-        except (StorageError, NotFoundError) as error:
+        except TierStoreError as error:
             failures.append(error)
             return set()
 
@@ -350,19 +355,9 @@ async def _runs_below(tier: Tier, folder: str, depth: int) -> set[str]:
     found = {folder} if folder and ".log" in names else set()
     if depth < _MAX_DEPTH:
         below = [n for n in names if not n.startswith(".") and Attempt.parse("", n) is None]
-        for more in await _gather(lambda n: _runs_below(tier, f"{folder}/{n}" if folder else n, depth + 1), below):
+        for more in await together(lambda n: _runs_below(tier, f"{folder}/{n}" if folder else n, depth + 1), below):
             found |= more
     return found
-
-
-async def _gather(work: Callable[[_T], Awaitable[_R]], items: Sequence[_T]) -> list[_R]:
-    slots = asyncio.Semaphore(_AT_ONCE)
-
-    async def one(item: _T) -> _R:
-        async with slots:
-            return await work(item)
-
-    return await asyncio.gather(*(one(item) for item in items))
 
 
 def _warn(scanned: Scanned, cache: RecordCache, text: str) -> None:

@@ -1,0 +1,244 @@
+"""What the tests of the tiers share: tiers on folders, small real checkpoints, damage, and a storage that fails on demand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tierstore.errors import TierStoreError
+from tierstore.format.index import TensorEntry
+from tierstore.format.objects import encode_objects
+from tierstore.format.shard import ChunkSpec, plan_shard, tensor_entries
+from tierstore.names import INDEX, MANIFEST, OBJECTS, Attempt, new_save_id, part_name, shard_name
+from tierstore.storage.contract import Capabilities, FileInfo, Listing, Source, Storage
+from tierstore.storage.posix import PosixStorage
+from tierstore.storage.sources import BytesSource
+from tierstore.tiers.commit import commit
+from tierstore.tiers.persist import persist
+from tierstore.tiers.tier import Tier, Tiers
+
+T = TypeVar("T")
+BLOCK = 4096
+
+
+class SteppedClock:
+    """A clock that only the test moves."""
+
+    def __init__(self) -> None:
+        self.wall = datetime(2026, 11, 29, 12, 0, tzinfo=timezone.utc)
+        self.seconds = 0.0
+
+    def now(self) -> datetime:
+        return self.wall
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def advance(self, seconds: float) -> None:
+        self.wall += timedelta(seconds=seconds)
+        self.seconds += seconds
+
+
+class LeapingClock(SteppedClock):
+    """Time runs ten seconds further at each look: deadlines pass without anybody waiting."""
+
+    def monotonic(self) -> float:
+        self.advance(10.0)
+        return self.seconds
+
+
+def run(coro: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(coro)
+
+
+def tiers_in(
+    folder: Path, names: Sequence[str] = ("node", "shared", "far"), *, wrap: dict[str, Callable[[Storage], Storage]] | None = None
+) -> Tiers:
+    """The first tier is the node's where there are several, the next one is the authority."""
+    made = []
+    for number, name in enumerate(names):
+        storage: Storage = PosixStorage(folder / name, durable=False)
+        if wrap and name in wrap:
+            storage = wrap[name](storage)
+        made.append(Tier(name=name, storage=storage, scope="node" if number == 0 and len(names) > 1 else "shared"))
+    authority = made[min(1, len(made) - 1)]
+    return Tiers(tiers=tuple(made), authority=authority, durable_at=authority, store_id="kit")
+
+
+def attempt_at(step: int, run_name: str = "run", *, at: datetime | None = None) -> Attempt:
+    return Attempt(
+        run=run_name, step=step, save_id=new_save_id(at or datetime(2026, 11, 29, tzinfo=timezone.utc) + timedelta(seconds=step))
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One rank's shard: bytes in a row-split tensor ``w`` that all ranks share, and a tensor of its own."""
+
+    data: bytes
+    tensors: Sequence[TensorEntry]
+
+
+def shard_of(rank: int, world_size: int, *, seed: int = 0, rows: int = 6, columns: int = 5000) -> Shard:
+    """``w`` has `rows` rows for each rank, of `columns` bytes; every shard also has ``own.<rank>``, 77 float32."""
+    specs = [
+        ChunkSpec(name="w", dtype="uint8", shape=(rows, columns), global_shape=(rows * world_size, columns), offsets=(rows * rank, 0)),
+        ChunkSpec(name=f"own.{rank}", dtype="float32", shape=(77,), global_shape=(77,), offsets=(0,)),
+    ]
+    plan = plan_shard(specs)
+    data = bytearray(plan.nbytes)
+    data[: len(plan.header)] = plan.header
+    for placed in plan.placements:
+        value = bytes((i * 31 + rank * 7 + seed + placed.begin) % 251 for i in range(placed.end - placed.begin))
+        data[placed.begin : placed.end] = value
+    return Shard(data=bytes(data), tensors=tensor_entries(plan, shard_name(rank, world_size)))
+
+
+async def persist_rank(
+    tiers: Tiers,
+    attempt: Attempt,
+    tier: Tier,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    seed: int = 0,
+    shard: Shard | None = None,
+    **facts: Any,
+) -> None:
+    shard = shard or shard_of(rank, world_size, seed=seed)
+    await persist(
+        tier,
+        attempt,
+        rank=rank,
+        world_size=world_size,
+        shard=BytesSource(shard.data),
+        tensors=shard.tensors,
+        objects=encode_objects({"rank": rank, "seed": seed, "step": attempt.step}),
+        facts={"created_at": "2026-11-29T00:00:00.000000Z", "metrics": {}, "tags": [], "final": False, **facts},
+        clock=SteppedClock(),
+        authority=tiers.is_authority(tier),
+        block_nbytes=BLOCK,
+        reserve_nbytes=0,
+    )
+
+
+async def save(tiers: Tiers, step: int, *, world_size: int = 1, seed: int = 0, attempt: Attempt | None = None, **facts: Any) -> Attempt:
+    """Saves through the authority: persist all ranks, commit."""
+    attempt = attempt or attempt_at(step)
+    for rank in range(world_size):
+        await persist_rank(tiers, attempt, tiers.authority, rank=rank, world_size=world_size, seed=seed, **facts)
+    await commit(tiers, attempt, deadline_s=0, clock=SteppedClock())
+    return attempt
+
+
+async def copy_to(tiers: Tiers, attempt: Attempt, name: str, *, record: bool = True) -> None:
+    """A plain copy of a committed checkpoint's files, and then of its log, to another tier."""
+    source, target = tiers.authority.storage, tiers.get(name).storage
+    for info in await source.list(attempt.folder):
+        await target.put(info.path, await source.read(info.path))
+    if record:
+        for info in await source.list(attempt.log_folder):
+            await target.put(info.path, await source.read(info.path))
+
+
+def files_of(world_size: int = 1) -> list[str]:
+    """Every file that a load of a checkpoint may touch."""
+    return [MANIFEST, INDEX, OBJECTS, *(shard_name(r, world_size) for r in range(world_size))]
+
+
+def path_of(tiers: Tiers, name: str, attempt: Attempt, file: str) -> Path:
+    local = tiers.get(name).storage.local_path(attempt.path(file))
+    assert local is not None
+    return local
+
+
+def flip(path: Path, at: int | None = None) -> None:
+    """Flips one bit in the middle of a file, or at `at`."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 1
+    path.write_bytes(data)
+
+
+def part_path(tiers: Tiers, name: str, attempt: Attempt, rank: int) -> Path:
+    return path_of(tiers, name, attempt, part_name(rank))
+
+
+class Hooked:
+    """A storage that asks `hook(operation, path)` before every operation; the hook may raise, or wait."""
+
+    def __init__(self, inner: Storage, hook: Callable[[str, str], Awaitable[None]]) -> None:
+        self.inner = inner
+        self.hook = hook
+        self.calls: list[tuple[str, str]] = []
+
+    @property
+    def uri(self) -> str:
+        return self.inner.uri
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.inner.capabilities
+
+    def local_path(self, path: str) -> Path | None:
+        return self.inner.local_path(path)
+
+    async def _ask(self, operation: str, path: str) -> None:
+        self.calls.append((operation, path))
+        await self.hook(operation, path)
+
+    async def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        await self._ask("read", path)
+        return await self.inner.read(path, offset, nbytes)
+
+    async def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        await self._ask("read_into", path)
+        await self.inner.read_into(path, offset, buffer)
+
+    async def write(self, path: str, source: Source) -> FileInfo:
+        await self._ask("write", path)
+        return await self.inner.write(path, source)
+
+    async def put(self, path: str, data: bytes) -> FileInfo:
+        await self._ask("put", path)
+        return await self.inner.put(path, data)
+
+    async def create(self, path: str, data: bytes) -> None:
+        await self._ask("create", path)
+        await self.inner.create(path, data)
+
+    async def stat(self, path: str) -> FileInfo:
+        await self._ask("stat", path)
+        return await self.inner.stat(path)
+
+    async def list(self, folder: str = "") -> list[FileInfo]:
+        await self._ask("list", folder)
+        return await self.inner.list(folder)
+
+    async def children(self, folder: str = "") -> Listing:
+        await self._ask("children", folder)
+        return await self.inner.children(folder)
+
+    async def delete(self, paths: Sequence[str]) -> None:
+        await self._ask("delete", ",".join(paths))
+        await self.inner.delete(paths)
+
+    async def free_nbytes(self) -> int | None:
+        await self._ask("free_nbytes", "")
+        return await self.inner.free_nbytes()
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+
+def failing(error: TierStoreError, *operations: str) -> Callable[[Storage], Storage]:
+    """A wrapper for `tiers_in`: the named operations (none: all) always fail with `error`."""
+
+    async def hook(operation: str, path: str) -> None:
+        if not operations or operation in operations:
+            raise error
+
+    return lambda storage: Hooked(storage, hook)
