@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from tierstore.crashpoints import reach
@@ -20,7 +20,16 @@ from tierstore.tiers.log import append
 from tierstore.tiers.tier import Tier
 from tierstore.tiers.view import AttemptView, further, read_state, staging
 
-__all__ = ["copy_checkpoint", "document_replica", "manifest_proof", "read_manifest", "sources_of", "warn_only"]
+__all__ = [
+    "copy_checkpoint",
+    "copy_payload",
+    "document_replica",
+    "manifest_proof",
+    "read_manifest",
+    "record_replica",
+    "sources_of",
+    "warn_only",
+]
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +40,26 @@ async def document_replica(context: CopyContext, view: AttemptView, tier: Tier) 
     """Makes a staging tier's replica complete in itself: objects, index, manifest, then the log's records."""
     manifest = await read_manifest(view, sources_of(context, view, tier, MANIFEST))
     await _copy_documents(context, view, tier, manifest, kinds=("objects", "index"))
-    await _manifest_and_log(context, view, tier)
+    await _copy_manifest(context, view, tier)
+    await _copy_log(context, view, tier)
 
 
 async def copy_checkpoint(context: CopyContext, view: AttemptView, target: Tier) -> None:
-    """Copies a committed checkpoint as a whole (PROTOCOLS.md §5): data, documents, manifest, log; only `replicated` makes it count."""
+    """Copies a committed checkpoint as a whole (PROTOCOLS.md §5): payload, manifest, log; only `replicated` makes it count."""
+    copied = await copy_payload(context, view, target)
+    await _copy_log(context, view, target)
+    reach("promote.before-replicated")
+    await record_replica(context, view, target, copied)
+    reach("promote.after-replicated")
+
+
+async def copy_payload(context: CopyContext, view: AttemptView, target: Tier) -> dict[str, FileInfo]:
+    """Copies all files of a committed checkpoint, the manifest last; returns what the target says of each.
+
+    Raises:
+        TierFullError: No room; nothing was copied.
+        IntegrityError: No good copy of a file is left, or the target lost bytes.
+    """
     attempt = view.attempt
     manifest = await read_manifest(view, sources_of(context, view, target, MANIFEST))
     index = await _read_index(context, view, target, manifest)
@@ -59,21 +83,24 @@ async def copy_checkpoint(context: CopyContext, view: AttemptView, target: Tier)
                 tier=target.name,
                 file=file.name,
             )
-    copied[MANIFEST] = await _manifest_and_log(context, view, target)
+    copied[MANIFEST] = await _copy_manifest(context, view, target)
+    return copied
+
+
+async def record_replica(context: CopyContext, view: AttemptView, target: Tier, copied: Mapping[str, FileInfo]) -> None:
+    """Appends `replicated`, with what the target's server says of each file, so that a later HEAD proves it unchanged."""
     facts = {name: {"nbytes": info.nbytes, "etag": info.etag, "checksum": info.checksum} for name, info in sorted(copied.items())}
-    reach("promote.before-replicated")
     try:
         await append(
             context.tiers.authority.storage,
-            attempt,
+            view.attempt,
             "replicated",
             {"tier": target.name, "files": facts},
             clock=context.clock,
             allow=lambda records: _still_wanted(records, target),
         )
     except RefusedError:  # another process recorded the same copy first, or the checkpoint has expired meanwhile
-        log.info("tier=%s checkpoint=%s is recorded, or no longer wanted", target.name, attempt.folder)
-    reach("promote.after-replicated")
+        log.info("tier=%s checkpoint=%s is recorded, or no longer wanted", target.name, view.attempt.folder)
 
 
 def _still_wanted(records: Sequence[Record], target: Tier) -> bool:
@@ -98,18 +125,20 @@ async def _copy_documents(
     return copied
 
 
-async def _manifest_and_log(context: CopyContext, view: AttemptView, target: Tier) -> FileInfo:
-    """The manifest after everything that it names, then the log's records, the commit record last: it makes a replica readable."""
-    attempt = view.attempt
+async def _copy_manifest(context: CopyContext, view: AttemptView, target: Tier) -> FileInfo:
+    """The manifest, after everything that it names."""
     reach("promote.before-manifest")
     sources = sources_of(context, view, target, MANIFEST)
-    info = await copy_document(context, attempt, target, sources, MANIFEST, manifest_proof(view), _quarantining(context, view))
+    return await copy_document(context, view.attempt, target, sources, MANIFEST, manifest_proof(view), _quarantining(context, view))
+
+
+async def _copy_log(context: CopyContext, view: AttemptView, target: Tier) -> None:
+    """Copies of the log's records, for reading only; the commit record last: it makes the replica readable by itself."""
     reach("promote.before-record")
     for record in reversed(view.records):
-        path = attempt.record_path(record.seq)
+        path = view.attempt.record_path(record.seq)
         await target.storage.put(path, await context.tiers.authority.storage.read(path))
     reach("promote.after-record")
-    return info
 
 
 def manifest_proof(view: AttemptView) -> Proof:
