@@ -26,8 +26,8 @@ from tierstore.errors import (
 )
 from tierstore.format.digest import block_digests, digest_of, file_digest
 from tierstore.format.index import Index, check_coverage, decode_index, encode_index, merge_indexes
-from tierstore.format.manifest import FileRecord, Manifest, encode_manifest
-from tierstore.format.objects import merge_objects
+from tierstore.format.manifest import FileRecord, Manifest, decode_manifest, encode_manifest
+from tierstore.format.objects import merge_objects, object_ranks, split_objects
 from tierstore.format.part import Part, decode_part
 from tierstore.format.record import Record
 from tierstore.names import INDEX, MANIFEST, OBJECTS, Attempt, part_name, save_id_time
@@ -143,7 +143,7 @@ class _Gathering:
 
     def explain(self) -> str:
         if self.world_size is None:
-            return "no rank's part is there"
+            return "; ".join(["no rank's part is there", *self.troubles.values()][:8])
         silent = [rank for rank in self.missing() if rank not in self.troubles]
         texts = [self.troubles[rank] for rank in self.missing() if rank in self.troubles][:8]
         if silent:
@@ -160,11 +160,11 @@ class _Gathering:
         listing = await self.storage.children(self.attempt.folder)
         names = {info.path.rpartition("/")[2] for info in listing.files}
         if self.world_size is None:
-            first = next((rank for rank in range(_ASK_UNLISTED) if part_name(rank) in names), None)
-            if first is None:
-                first = next((rank for name in sorted(names) if (rank := _rank_of(name)) is not None), 0)
-            await self._take(first)
-            if self.world_size is None:
+            for rank in sorted(r for name in names if (r := _rank_of(name)) is not None) or [0]:
+                await self._take(rank)
+                if self.world_size is not None:
+                    break
+            else:
                 return
         wanted = [rank for rank in self.missing() if rank not in self.parts]
         listed = [rank for rank in wanted if part_name(rank) in names]
@@ -236,16 +236,16 @@ async def _commit(tiers: Tiers, attempt: Attempt, parts: list[tuple[Part, bytes]
             raise condemned from error
 
     reach("commit.before-objects")
-    objects = await _publish(storage, attempt, OBJECTS, objects, lambda data: data)
+    objects = await _publish(storage, attempt, OBJECTS, objects, lambda found: _remerged(found) == objects)
 
     encoded = await asyncio.to_thread(encode_index, index, _index_metadata(attempt))
     reach("commit.before-index")
-    encoded = await _publish(storage, attempt, INDEX, encoded, lambda data: encode_index(*decode_index(data)))
+    encoded = await _publish(storage, attempt, INDEX, encoded, lambda found: encode_index(*decode_index(found)) == encoded)
 
     manifest = build_manifest(tiers.store_id, attempt, parts, index, objects=objects, encoded_index=encoded)
     document = encode_manifest(manifest)
     reach("commit.before-manifest")
-    document = await _publish(storage, attempt, MANIFEST, document, lambda data: data)
+    document = await _publish(storage, attempt, MANIFEST, document, lambda found: _same_files(found, manifest))
 
     reach("commit.before-record")
     facts = commit_facts(manifest, document)
@@ -318,12 +318,21 @@ def commit_facts(manifest: Manifest, document: bytes) -> dict[str, Any]:
     }
 
 
-async def _publish(storage: Storage, attempt: Attempt, name: str, data: bytes, normalise: Callable[[bytes], bytes]) -> bytes:
+def _remerged(objects: bytes) -> bytes:
+    return merge_objects({rank: split_objects(objects, rank) for rank in object_ranks(objects)})
+
+
+def _same_files(document: bytes, manifest: Manifest) -> bool:
+    other = decode_manifest(document)
+    return (other.run, other.step, other.save_id, other.files) == (manifest.run, manifest.step, manifest.save_id, manifest.files)
+
+
+async def _publish(storage: Storage, attempt: Attempt, name: str, data: bytes, same: Callable[[bytes], bool]) -> bytes:
     """Writes one of the committer's files once; returns the bytes that are there.
 
     A racer, or a committer that died, may have written it before: the bytes are the same then. A committer of another version may
-    have encoded the same content differently, and may have committed it just now, so its bytes stay and are taken over
-    (`normalise` re-encodes them for the comparison). Anything else under that name is no committer's work and is replaced.
+    have encoded the same content differently, and may be about to commit it, so its bytes stay and are taken over (`same` compares
+    the content). Anything else under that name is no committer's work and is replaced.
     """
     path = attempt.path(name)
     try:
@@ -332,12 +341,12 @@ async def _publish(storage: Storage, attempt: Attempt, name: str, data: bytes, n
         existing = error.context.get("existing")
         found = bytes(existing) if existing is not None else await storage.read(path)
         try:
-            same = found == data or await asyncio.to_thread(normalise, found) == data
+            taken_over = found == data or await asyncio.to_thread(same, found)
         except VersionError:
             raise
         except IntegrityError:
-            same = False
-        if same:
+            taken_over = False
+        if taken_over:
             return found
         fate = await read_fate(storage, attempt)
         if fate is not None:
