@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tierstore.config_mistakes import Mistake, MistakesError, redact
 from tierstore.config_retention import Override, RetentionConfig
-from tierstore.config_uris import default_durable, normal_uri, overlaps
+from tierstore.config_uris import default_durable, is_local, normal_uri, overlaps
 from tierstore.config_values import Count, Duration, Model, Rate, Size, Text, one_of
 from tierstore.names import check_run
 
@@ -105,12 +105,10 @@ class IoConfig(Model):
     """The unit of hashing and verified reading: a power of two from 4 KiB to 8 MiB."""
     max_inflight: Size = 2**30
     """Bytes of saves that may wait in memory."""
-    request_timeout_s: Duration = Field(60.0, alias="request_timeout")
+    request_timeout_s: Duration = Field(30.0, alias="request_timeout")
     """How long one request may take to connect or to answer."""
-    stall_timeout_s: Duration = Field(120.0, alias="stall_timeout")
+    stall_timeout_s: Duration = Field(60.0, alias="stall_timeout")
     """How long a transfer may make no progress before it is broken off and tried again."""
-    attempts: Annotated[Count, Field(le=100)] = 6
-    """How often a request that failed for a passing reason is tried in all."""
 
     @field_validator("block_nbytes")
     @classmethod
@@ -190,6 +188,9 @@ def _tier_mistakes(config: StoreConfig) -> Iterator[Mistake]:
             if overlaps(tier.uri, earlier.uri):
                 reason = f"it is the same place as tiers[{j}], or one lies inside the other"
                 yield Mistake(path=("tiers", i, "uri"), value=tier.uri, reason=reason, remedy="give each tier a place of its own")
+        if tier.options and is_local(tier.uri):
+            told = ", ".join(map(str, tier.options))
+            yield Mistake(path=("tiers", i, "options"), reason=f"a local path takes no options ({told})", remedy="remove them")
         if tier.scope == "shared":
             seen_shared = seen_shared or tier.name
         elif seen_shared:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Collection
 from pathlib import PurePath
+from urllib.parse import unquote
 
 from tierstore.errors import UsageError
 from tierstore.names import plain_uri
@@ -40,9 +41,10 @@ def normal_uri(uri: object, folder: str = "") -> str:
         return os.path.normpath(os.path.join(folder or os.getcwd(), text))
     scheme, rest = found[1].lower(), found[2]
     if scheme in ("file", "local"):
-        if not rest.startswith("/"):
+        path = unquote(rest.removeprefix("localhost"))
+        if not path.startswith("/"):
             raise UsageError("a file:// URI names an absolute path of this machine", hint="write file:///path, or just the path")
-        return os.path.normpath(rest)
+        return os.path.normpath(path)
     place, _, prefix = rest.partition("/")
     name, _, port = place.rpartition(":")
     if ("@" in place and not (scheme in _CONTAINER_AT_ACCOUNT and ":" not in place)) or (name and not port.isdigit()):

@@ -173,16 +173,13 @@ def test_a_save_is_due_by_steps_seconds_or_failure_rate(load: Load, every: str, 
 
 
 def test_the_file_for_io_has_units(load: Load) -> None:
-    io = load(
-        "tiers: [/a]\nio: {threads: 2, block_size: 64KiB, max_inflight: 3GiB, request_timeout: 5s, stall_timeout: 1m, attempts: 2}"
-    ).io
-    assert (io.threads, io.block_nbytes, io.max_inflight, io.request_timeout_s, io.stall_timeout_s, io.attempts) == (
+    io = load("tiers: [/a]\nio: {threads: 2, block_size: 64KiB, max_inflight: 3GiB, request_timeout: 5s, stall_timeout: 1m}").io
+    assert (io.threads, io.block_nbytes, io.max_inflight, io.request_timeout_s, io.stall_timeout_s) == (
         2,
         65536,
         3 * 2**30,
         5.0,
         60.0,
-        2,
     )
 
 
@@ -232,8 +229,8 @@ def test_with_node_tiers_only_the_first_durable_one_is_the_authority() -> None:
 
 def test_paths_are_normalised_and_relative_ones_stand_on_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = load_config(["./a/../b/", Path("/x//y"), "file:///z/", "s3://bucket/p/"], env={})
-    assert [t.uri for t in config.tiers] == [f"{tmp_path}/b", "/x/y", "/z", "s3://bucket/p"]
+    config = load_config(["./a/../b/", Path("/x//y"), "file:///z%20y/", "s3://bucket/p/"], env={})
+    assert [t.uri for t in config.tiers] == [f"{tmp_path}/b", "/x/y", "/z y", "s3://bucket/p"]
 
 
 def test_relative_paths_in_a_file_stand_on_its_folder(load: Load, tmp_path: Path) -> None:
@@ -321,11 +318,11 @@ def test_a_bad_run_is_blamed_on_where_it_came_from(load: Load) -> None:
 def test_variables_are_expanded_with_defaults_and_escapes() -> None:
     source = {
         "run": "${USER_NAME}-$$x",
-        "tiers": [{"uri": "${ROOT:-/scratch}/ckpt", "capacity": "${GIB}GiB", "options": {"nested": ["${ROOT:-}"]}}],
+        "tiers": [{"uri": "${PLACE:-s3://b}/ckpt", "capacity": "${GIB}GiB", "options": {"nested": ["${PLACE:-}"]}}],
         "io": {"threads": "${THREADS}"},
     }
-    config = load_config(source, env={"USER_NAME": "me", "GIB": "2", "ROOT": "", "THREADS": "3"}, run="r")
-    assert (config.run, config.tiers[0].uri, config.tiers[0].capacity, config.io.threads) == ("r", "/scratch/ckpt", 2**31, 3)
+    config = load_config(source, env={"USER_NAME": "me", "GIB": "2", "PLACE": "", "THREADS": "3"}, run="r")
+    assert (config.run, config.tiers[0].uri, config.tiers[0].capacity, config.io.threads) == ("r", "s3://b/ckpt", 2**31, 3)
     assert config.tiers[0].options == {"nested": [""]}
     assert load_config({"run": "cost=$$5@x", "tiers": ["/a"]}, env={"x": "no"}, retention=None, run="ok").run == "ok"
 
@@ -334,7 +331,7 @@ def test_variables_are_expanded_with_defaults_and_escapes() -> None:
     ("text", "expected"), [("$$", "$"), ("a$b", "a$b"), ("$$${X}", "$1"), ("${X:-d}", "1"), ("${E:-d}", "d"), ("${E}", ""), ("${U:-}", "")]
 )
 def test_expansion_follows_the_shells_rules(text: str, expected: str) -> None:
-    config = load_config([{"uri": "/a", "options": {"o": text}}], env={"X": "1", "E": ""})
+    config = load_config([{"uri": "s3://b", "options": {"o": text}}], env={"X": "1", "E": ""})
     assert config.tiers[0].options["o"] == expected
 
 
@@ -346,7 +343,7 @@ def test_every_missing_variable_is_named_once_with_its_key_and_line(load: Load) 
 
 @pytest.mark.parametrize("text", ["${", "${}", "${1X}", "${a b}"])
 def test_a_malformed_variable_is_a_mistake(text: str) -> None:
-    assert "names no variable" in only_mistake(lambda: load_config([{"uri": "/a", "options": {"o": text}}], env={}))["reason"]
+    assert "names no variable" in only_mistake(lambda: load_config([{"uri": "s3://b", "options": {"o": text}}], env={}))["reason"]
 
 
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,6 +391,7 @@ WRONG: list[tuple[str, str, int, str, str, str]] = [
     ("tiers:\n- {uri: /a, capacity: -1GiB}", "tiers[0].capacity", 2, "'-1GiB'", "not a size", "write e.g."),
     ("tiers:\n- {uri: /a, max_bandwidth: 2GiB}", "tiers[0].max_bandwidth", 2, "'2GiB'", "'/s'", "write 2GiB/s"),
     ("tiers:\n- {uri: /a, options: x}", "tiers[0].options", 2, "***", "must be a mapping", ""),
+    ("tiers:\n- {uri: /a, options: {key: k}}", "tiers[0].options", 2, "", "takes no options (key)", "remove them"),
     ("tiers:\n- {uri: /a, durable: maybe}", "tiers[0].durable", 2, "'maybe'", "true or false", "durable: true"),
     ("tiers: [/dev/shm/x]", "tiers", 1, "", "would survive a power loss", "durable: true"),
     ("tiers:\n- {uri: /dev/shm/x, scope: shared}\n- /b", "tiers[0].durable", 2, "False", "decides what is committed", "durable"),
@@ -580,8 +578,8 @@ def test_no_secret_shows_in_repr_or_in_the_redacted_form() -> None:
         {"uri": "/a", "secret": "hunter2"},
         {"uri": "/a", "optoins": {"secret": "hunter2", "key": "hunter"}},
         {"uri": "/a", "options": "secret=hunter2://hunter:hunter@x", "name": "B"},
-        {"uri": "/a", "options": {"token": "${hunter"}},
-        {"uri": "/a", "options": {"client_kwargs": {"aws_secret_access_key": "hunter2${"}}},
+        {"uri": "s3://b", "options": {"token": "${hunter"}},
+        {"uri": "s3://b", "options": {"client_kwargs": {"aws_secret_access_key": "hunter2${"}}},
     ],
 )
 def test_no_message_shows_a_secret(tier: dict[str, Any]) -> None:
