@@ -219,6 +219,7 @@ class _Decoder:
             raise self.error(f"has {len(data)} bytes, which do not fit dtype {dtype.str} and shape {str(shape)[:60]}")
         try:
             flat = np.frombuffer(bytearray(data), dtype=dtype) if data else np.empty(math.prod(shape), dtype)
+            self._check_text(flat)
             return flat.reshape(shape, order=fields["order"])
         except (ValueError, MemoryError) as error:
             raise self.error(f"has a shape that numpy refuses: {error}") from error
@@ -228,4 +229,13 @@ class _Decoder:
         dtype, data = self._dtype(fields["dtype"]), self._base64(fields["data"])
         if len(data) != dtype.itemsize:
             raise self.error(f"is a numpy scalar of {len(data)} bytes and dtype {dtype.str}")
-        return np.frombuffer(data, dtype=dtype)[0] if data else dtype.type()
+        if not data:
+            return dtype.type()
+        one = np.frombuffer(data, dtype=dtype)
+        self._check_text(one)
+        return one[0]
+
+    def _check_text(self, flat: np.ndarray[Any, Any]) -> None:
+        # numpy takes any 32 bits for a character, and fails only where it makes a str of them.
+        if flat.dtype.kind == "U" and flat.size and int(flat.view(flat.dtype.str[0] + "u4").max()) > 0x10FFFF:
+            raise self.error("is a numpy text that is no Unicode")

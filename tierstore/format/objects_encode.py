@@ -167,7 +167,8 @@ class _Encoder:
 
     def _other(self, value: Any) -> Any:
         if isinstance(value, np.generic) and type(value) is value.dtype.type:
-            return {"$scalar": {"dtype": self._dtype(value.dtype), "data": base64.b64encode(value.tobytes()).decode("ascii")}}
+            data = value.tobytes()[: value.dtype.itemsize]  # numpy gives an empty text four bytes
+            return {"$scalar": {"dtype": self._dtype(value.dtype), "data": base64.b64encode(data).decode("ascii")}}
         if isinstance(value, np.dtype):
             return {"$dtype": self._dtype(value)}
         kind = type(value)
