@@ -1,0 +1,419 @@
+"""`Store`: the public API. It only composes: staging and loading (`state/`), committing and promoting (`tiers/`), one configuration."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import platform
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from tierstore.clock import Clock, SystemClock, utc_text
+from tierstore.config import StoreConfig, load_config
+from tierstore.errors import ClosedError, IntegrityError, TierStoreError, UsageError
+from tierstore.format.objects import ObjectCodecs
+from tierstore.names import Attempt, Reference, check_run, check_step, new_save_id, parse_reference
+from tierstore.state.codecs import default_codecs
+from tierstore.state.image import ImagePool
+from tierstore.state.lazy import Checkpoint
+from tierstore.state.load import LoadOptions, load_state
+from tierstore.state.stage import stage
+from tierstore.tiers.catalog import Catalog, CheckpointInfo, RecordCache, scan
+from tierstore.tiers.replica import Replica, open_replica
+from tierstore.tiers.session import Session
+from tierstore.tiers.status import Status
+from tierstore.tiers.ticket import Ticket
+from tierstore.tiers.worker import SaveJob, Worker
+
+__all__ = ["Resumed", "Store", "open"]
+
+log = logging.getLogger(__name__)
+
+Which = int | str
+"""A checkpoint as a caller names it: a step, ``latest``, ``best:METRIC``, ``tag:TAG``, or ``RUN@…`` of these."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """What `Store.resume` loaded."""
+
+    step: int
+    state: Any
+    checkpoint: CheckpointInfo
+    skipped: tuple[int, ...] = ()
+    """Newer steps that were committed but damaged everywhere (only with ``fallback=True``)."""
+
+
+def open(
+    source: Any,
+    *,
+    run: str | None = None,
+    retention: Any = None,
+    rank: int = 0,
+    world_size: int = 1,
+    codecs: ObjectCodecs | None = None,
+    clock: Clock | None = None,
+) -> Store:
+    """Opens a store.
+
+    Args:
+        source: A YAML file's path, a list of tier URIs (nearest first), a mapping, or a `StoreConfig`.
+        run: The run's name, where the configuration does not give it.
+        retention: A retention policy (a YAML file's path or a mapping) for the short form.
+        rank: This process's rank among those that save together.
+        world_size: How many processes save together.
+        codecs: Codecs for the caller's own types; see `ObjectCodecs.register`.
+        clock: For tests.
+
+    Raises:
+        ConfigError: The configuration is wrong; every mistake is named.
+        AccessError, TemporaryError, NotFoundError: The authority can't be used (not writable, endpoint down, bucket missing).
+    """
+    config = source if isinstance(source, StoreConfig) else load_config(source, run=run, retention=retention)
+    return Store(config, rank=rank, world_size=world_size, codecs=codecs, clock=clock)
+
+
+class Store:
+    """One run's checkpoints over an ordered list of tiers. Safe from several threads; a context manager that drains on exit."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        codecs: ObjectCodecs | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise UsageError(f"rank {rank} is not within world_size {world_size}", hint="pass the rank and size of the process group")
+        if config.run is None:
+            raise UsageError("the store has no run", hint="pass run='NAME', set run: in the configuration, or TIERSTORE_RUN")
+        self.config = config
+        self.run = check_run(config.run)
+        self.rank, self.world_size = rank, world_size
+        self._clock = clock or SystemClock()
+        self._codecs = codecs or default_codecs()
+        self._session = Session.open(config, clock=self._clock)
+        self._cache = RecordCache()
+        self._worker = Worker(self._session, self.run, rank=rank)
+        self._pool = ImagePool(self._image_directory(), max_nbytes=config.io.max_inflight)
+        self._lock = threading.Lock()
+        self._last_save_id = ""
+        self._last_save_at: float | None = None
+        self._stall_s = 0.0
+        self._last_nbytes = 0
+        self._saved: dict[int, str] = {}
+        self._pid = os.getpid()
+        self._closed = False
+        _register_exit(self)
+
+    # ---- saving
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        tags: Sequence[str] | None = None,
+        final: bool = False,
+        if_exists: Literal["supersede", "refuse"] = "supersede",
+    ) -> Ticket:
+        """Copies `state` into host memory and returns; the rest happens in the background.
+
+        Args:
+            step: The trainer's global step, from 0.
+            state: Any nesting of dicts, lists and tuples of tensors and plain objects. It may be changed as soon as `save` returns.
+            metrics: Numbers that rank checkpoints, e.g. ``{"val/loss": 1.9}``.
+            tags: Labels that retention and references know.
+            final: Marks the run's last checkpoint.
+            if_exists: What to do where this step is committed already: a new attempt that supersedes it once it commits, or refuse.
+
+        Returns:
+            A ticket that reports each tier: ``ticket.wait("durable")``, ``ticket.on("object", callback)``.
+
+        Raises:
+            SaveError: An earlier save failed in the background (with ``save.on_error: raise``).
+            UnsupportedTypeError: The state holds something that can't be stored; names its path. Nothing was written.
+            TierFullError: The nearest tier can't take it; nothing was lost.
+            DeadlineError: The backlog rule is ``block`` and no image became free in time.
+        """
+        self._check_usable()
+        step = check_step(step)
+        facts = self._facts(metrics, tags, final)
+        self._worker.raise_errors()
+        if if_exists == "refuse" and self._catalog().find(step) is not None:
+            raise UsageError(f"step {step} of run {self.run!r} is committed already", hint="use another step, or if_exists='supersede'")
+        if step in self._saved:
+            log.warning("run=%s step=%d is saved again: the new attempt supersedes %s once it commits", self.run, step, self._saved[step])
+        attempt = Attempt(run=self.run, step=step, save_id=self._next_save_id())
+        began = self._clock.monotonic()
+        self._worker.make_room(self._last_nbytes)
+        staged = stage(state, rank=self.rank, world_size=self.world_size, pool=self._pool, codecs=self._codecs)
+        try:
+            job = SaveJob(
+                attempt=attempt,
+                rank=self.rank,
+                world_size=self.world_size,
+                shard=staged.source,
+                tensors=staged.tensors,
+                objects=staged.objects,
+                facts=facts,
+                nbytes=staged.nbytes,
+                release=staged.release,
+            )
+            ticket = self._worker.submit(job)
+        except BaseException:
+            staged.release()
+            raise
+        self._stall_s = ticket.stall_s = self._clock.monotonic() - began
+        with self._lock:
+            self._last_save_at = self._clock.monotonic()
+            self._saved[step] = attempt.save_id
+            self._last_nbytes = staged.nbytes
+        return ticket
+
+    def should_save(self, step: int) -> bool:
+        """Whether ``save.every`` of the configuration asks for a save at `step` (False without such a rule).
+
+        ``{auto: {mtbf: …}}`` uses the first-order optimum of Young (CACM 17, 1974) for the interval, ``sqrt(2 * cost * MTBF)``
+        seconds, with the stall of the last save as its cost.
+        """
+        step = check_step(step)
+        every = self.config.save.every
+        if every is None:
+            return False
+        if every.steps is not None:
+            return step > 0 and step % every.steps == 0
+        if every.seconds is not None:
+            interval = float(every.seconds)
+        elif every.auto is not None:
+            interval = math.sqrt(2.0 * max(self._stall_s, 1e-3) * every.auto.mtbf_s)
+        else:
+            return False
+        with self._lock:
+            if self._last_save_at is None:
+                self._last_save_at = self._clock.monotonic()  # the interval counts from the first question
+            return self._clock.monotonic() - self._last_save_at >= interval
+
+    # ---- looking
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """The run's committed checkpoints, oldest step first, with the tiers that hold them; superseded and expired ones left out."""
+        return [c for c in self._catalog().checkpoints if not (c.superseded or c.hidden)]
+
+    def latest(self) -> CheckpointInfo | None:
+        """The newest committed checkpoint, or None. Computed from the tiers' logs, never from a pointer or a file's time."""
+        return self._catalog().latest()
+
+    def open_checkpoint(self, which: Which = "latest") -> Checkpoint:
+        """Opens a checkpoint for reading single tensors and slices: ``ckpt["model.w"][128:256]`` reads those rows only.
+
+        Raises:
+            NotFoundError: No such run, step or tag; nearest names are suggested.
+        """
+        return Checkpoint(self._replica(self._resolve(which)), self._session.run, codecs=self._codecs, rank=self.rank)
+
+    # ---- loading
+
+    def load(self, which: Which = "latest", into: Any = None, *, options: LoadOptions | None = None) -> Any:
+        """Loads a checkpoint from the nearest good copies, every block proved by SHA-256.
+
+        Args:
+            which: A step, ``latest``, ``best:METRIC``, ``tag:TAG`` or a full reference.
+            into: A state of the same structure whose tensors are filled in place (their identity stays); None: fresh tensors on the CPU.
+            options: What to do about missing, unexpected, wrong-shape and wrong-dtype entries; strict by default.
+
+        Returns:
+            The state; `into` itself where it was given.
+
+        Raises:
+            NotFoundError: Nothing of that name.
+            StateMismatchError: `into` and the checkpoint differ; nothing was changed.
+            IntegrityError: No tier has a good copy; names each tier and its reason.
+        """
+        return self._load(self._resolve(which), into, options)
+
+    def resume(self, into: Any = None, *, options: LoadOptions | None = None, fallback: bool = False) -> Resumed | None:
+        """Loads the newest committed checkpoint, or returns None where the run has none.
+
+        A complete attempt that a dead process left on a node tier is committed first. With ``fallback=True`` a checkpoint that is
+        damaged on every tier is passed over for the next older one, with a warning; otherwise its IntegrityError is raised.
+        """
+        self._check_usable()
+        self._worker.adopt()
+        catalog = self._catalog()
+        usable = [c for c in catalog.checkpoints if not (c.superseded or c.hidden)]
+        skipped: list[int] = []
+        for info in reversed(usable):
+            try:
+                state = self._load(info, into, options)
+            except IntegrityError as error:
+                if not fallback:
+                    raise
+                log.warning("run=%s step=%d can't be loaded and is passed over: %s", self.run, info.attempt.step, error.message)
+                skipped.append(info.attempt.step)
+                continue
+            return Resumed(step=info.attempt.step, state=state, checkpoint=info, skipped=tuple(skipped))
+        if skipped:
+            raise IntegrityError(
+                f"run {self.run!r}: none of the committed steps {skipped} can be loaded from any tier",
+                hint="run `tierstore verify --level full` to see which files are damaged where",
+                run=self.run,
+            )
+        if catalog.incomplete:
+            steps = sorted({a.attempt.step for a in catalog.incomplete})
+            log.warning("run=%s has no committed checkpoint, but incomplete attempts at steps %s: training begins anew", self.run, steps)
+        return None
+
+    # ---- background work
+
+    def sync(self, timeout: float | None = None) -> None:
+        """Works off everything pending: returns when every tier holds what it should.
+
+        Raises:
+            DeadlineError: Not done within `timeout` seconds; nothing is lost and the work goes on.
+            SaveError: A save failed.
+        """
+        self._check_usable()
+        self._worker.drain(timeout)
+
+    def status(self) -> Status:
+        """What each tier holds, what is pending, how far it lags, and its last errors."""
+        self._check_usable()
+        return self._worker.status()
+
+    def close(self, deadline: float | None = None) -> None:
+        """Drains the background work and ends the store; idempotent.
+
+        Args:
+            deadline: Seconds to wait; None: until done. What is left then is resumed by the next process or by `tierstore sync`.
+
+        Raises:
+            DeadlineError: Names what is pending on which tier.
+            SaveError: A background save failed and was not reported before.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if os.getpid() != self._pid:
+            return  # a forked child owns none of this
+        try:
+            self._worker.close(deadline)
+        finally:
+            self._pool.close()
+            self._session.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except TierStoreError as failure:  # the caller's own error is the one to raise
+            log.error("run=%s closing failed too: %s", self.run, failure)
+
+    def __repr__(self) -> str:
+        return f"Store(run={self.run!r}, tiers={[t.name for t in self.config.tiers]})"
+
+    def __reduce__(self) -> Any:
+        return _reopen, (self.config, self.rank, self.world_size, self._codecs)
+
+    # ---- inside
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the store of run {self.run!r} is closed", hint="open it again with tierstore.open(...)")
+        if os.getpid() != self._pid:
+            raise ClosedError("this store belongs to the parent process", hint="open a store of its own in each forked process")
+
+    def _image_directory(self) -> Any:
+        nearest = self.config.tiers[0]
+        return None if nearest.durable else self._session.tiers.nearest.storage.local_path(".tmp")
+
+    def _next_save_id(self) -> str:
+        with self._lock:
+            made = new_save_id(self._clock.now())
+            while made <= self._last_save_id:  # two attempts within a millisecond, or a clock that stepped back: later sorts later
+                made = self._last_save_id[:10] + new_save_id(self._clock.now())[10:]
+            self._last_save_id = made
+            return made
+
+    def _facts(self, metrics: Mapping[str, float] | None, tags: Sequence[str] | None, final: bool) -> dict[str, Any]:
+        numbers: dict[str, float] = {}
+        for name, value in (metrics or {}).items():
+            try:
+                numbers[str(name)] = float(value)
+            except (TypeError, ValueError) as error:
+                raise UsageError(
+                    f"metric {name!r} is {value!r}, not a number", hint="pass floats, e.g. metrics={'val/loss': 1.9}"
+                ) from error
+        if isinstance(tags, str) or any(not isinstance(t, str) or not t or len(t) > 200 for t in tags or ()):
+            raise UsageError(f"tags are a list of names, not {tags!r}", hint="pass e.g. tags=['release/1']")
+        return {
+            "created_at": utc_text(self._clock.now()),
+            "metrics": numbers,
+            "tags": sorted(set(tags or ())),
+            "final": bool(final),
+            "writer": {
+                "tierstore": version("tierstore"),
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "host": platform.node(),
+            },
+        }
+
+    def _catalog(self, run: str | None = None) -> Catalog:
+        self._check_usable()
+        return self._session.run(scan(self._session.tiers, run or self.run, cache=self._cache))
+
+    def _resolve(self, which: Which) -> CheckpointInfo:
+        if isinstance(which, str):
+            reference = parse_reference(which)
+        else:
+            reference = Reference(run="", selector="step", step=check_step(which))
+        return self._catalog(reference.run or None).resolve(reference)
+
+    def _replica(self, info: CheckpointInfo) -> Replica:
+        return self._session.run(open_replica(self._session.tiers, info))
+
+    def _load(self, info: CheckpointInfo, into: Any, options: LoadOptions | None) -> Any:
+        replica = self._replica(info)
+        return load_state(replica, self._session.run, into=into, options=options, rank=self.rank, codecs=self._codecs)
+
+
+def _reopen(config: StoreConfig, rank: int, world_size: int, codecs: ObjectCodecs) -> Store:
+    return Store(config, rank=rank, world_size=world_size, codecs=codecs)
+
+
+def _register_exit(store: Store) -> None:
+    """Drains the store when the interpreter ends.
+
+    The hook must run before Python's own thread pools are shut down, which happens before ordinary atexit callbacks: threading
+    has such a hook (used by concurrent.futures itself), private by name; atexit is the fallback.
+    """
+    reference = weakref.ref(store)
+
+    def drain() -> None:
+        alive = reference()
+        if alive is not None and not alive._closed and os.getpid() == alive._pid:
+            try:
+                alive.close()
+            except TierStoreError as error:
+                log.error("run=%s closing at exit: %s", alive.run, error)
+
+    getattr(threading, "_register_atexit", atexit.register)(drain)
