@@ -160,17 +160,19 @@ class _Gathering:
         listing = await self.storage.children(self.attempt.folder)
         names = {info.path.rpartition("/")[2] for info in listing.files}
         if self.world_size is None:
-            for rank in sorted(r for name in names if (r := _rank_of(name)) is not None) or [0]:
-                await self._take(rank)
-                if self.world_size is not None:
-                    break
-            else:
-                return
+            await self._learn_world_size(names)
         wanted = [rank for rank in self.missing() if rank not in self.parts]
         listed = [rank for rank in wanted if part_name(rank) in names]
         unlisted = [rank for rank in wanted if part_name(rank) not in names][:_ASK_UNLISTED]
         await together(self._take, [*listed, *unlisted], at_once=_AT_ONCE)
         await together(self._prove, [rank for rank in self.missing() if rank in self.parts], at_once=_AT_ONCE)
+
+    async def _learn_world_size(self, names: set[str]) -> None:
+        """The first part that can be read says how many ranks there are."""
+        for rank in sorted(r for name in names if (r := _rank_of(name)) is not None) or [0]:
+            await self._take(rank)
+            if self.world_size is not None:
+                return
 
     async def _take(self, rank: int) -> None:
         path = self.attempt.path(part_name(rank))

@@ -1,0 +1,203 @@
+"""Opening a store's tiers: storages from the configuration, the store's descriptor on each, and a proof that the authority is one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+from tierstore.config_models import StoreConfig, TierConfig
+from tierstore.errors import AccessError, ConfigError, ConflictError, NotFoundError, StorageError, TierStoreError
+from tierstore.storage.contract import Storage
+from tierstore.storage.opening import open_storage
+from tierstore.storage.probe import probe
+from tierstore.tiers.tier import Outage, Tier, Tiers, make_descriptor, read_store_id, wrong_store
+
+__all__ = ["Opener", "default_opener", "open_tiers"]
+
+log = logging.getLogger(__name__)
+
+Opener = Callable[[TierConfig, StoreConfig], Storage]
+"""Makes a tier's storage; no I/O."""
+
+
+def default_opener(tier: TierConfig, config: StoreConfig) -> Storage:
+    """The storage that the configuration names."""
+    return open_storage(
+        tier.uri,
+        tier.options,
+        durable=tier.durable,
+        threads=config.io.threads,
+        request_timeout_s=config.io.request_timeout_s,
+        stall_timeout_s=config.io.stall_timeout_s,
+        concurrency=config.io.concurrency,
+    )
+
+
+async def open_tiers(config: StoreConfig, *, create: bool = True, opener: Opener = default_opener) -> Tiers:
+    """Opens all tiers and checks that they belong to one store.
+
+    Args:
+        config: The configuration.
+        create: True: for writing. The authority and the nearest tier must work, descriptors are made where there are none, and
+            create-if-absent is tried on the authority. False: nothing is written anywhere.
+        opener: Makes a tier's storage.
+
+    Raises:
+        ConfigError: A tier belongs to another store, or the authority has no working create-if-absent.
+        AccessError, TemporaryError, NotFoundError, StorageError: A tier that must work does not; names it and says what to do.
+        NotFoundError: With ``create=False``: there is no store on any tier that was reached.
+    """
+    tiers = tuple(
+        Tier(
+            name=each.name,
+            storage=opener(each, config),
+            scope=each.scope,
+            durable=each.durable,
+            capacity=each.capacity,
+            max_bandwidth=each.max_bandwidth,
+        )
+        for each in config.tiers
+    )
+    try:
+        return await _join(config, tiers, create=create)
+    except BaseException:
+        for tier in tiers:
+            await tier.storage.close()
+        raise
+
+
+async def _join(config: StoreConfig, tiers: tuple[Tier, ...], *, create: bool) -> Tiers:
+    by_name = {tier.name: tier for tier in tiers}
+    authority = by_name[config.authority.name]
+    must_work = {authority.name, tiers[0].name} if create else set()
+
+    outages: dict[str, Outage] = {}
+    found: dict[str, str | None] = {}
+
+    async def look(tier: Tier) -> None:
+        try:
+            found[tier.name] = await read_store_id(tier)
+        except (StorageError, NotFoundError) as error:
+            if tier.name in must_work:
+                raise _unusable(tier, error, authority) from error
+            outages[tier.name] = Outage(error=error, since=time.monotonic())
+            log.warning("tier=%s can't be reached and is left out for now: %s", tier.name, error.message)
+
+    looks = await asyncio.gather(*(look(tier) for tier in tiers), return_exceptions=True)
+    for failure in looks:
+        if failure is not None:
+            raise failure
+
+    store_id = _common_id(found, authority, tiers)
+    if store_id is None:
+        if not create:
+            if outages:
+                raise next(iter(outages.values())).error
+            raise NotFoundError(
+                f"there is no store at {', '.join(tier.uri for tier in tiers)}",
+                hint="check the paths and URIs; a store is made by the first save",
+            )
+        store_id = secrets.token_hex(16)
+    elif authority.name in found and found[authority.name] is None:
+        log.warning("tier=%s has no descriptor, but nearer or further tiers belong to the store %s", authority.name, store_id)
+
+    opened = Tiers(tiers=tiers, authority=authority, durable_at=by_name[config.durable_tier.name], store_id=store_id, outages=outages)
+    return await _make(opened, found, must_work) if create else opened
+
+
+async def _make(opened: Tiers, found: dict[str, str | None], must_work: set[str]) -> Tiers:
+    """Makes the descriptors that are missing, the authority's first: of two processes that begin a store at once, one decides its id."""
+    authority = opened.authority
+    ordered = [authority, *(tier for tier in opened if tier.name != authority.name)]
+    store_id = opened.store_id
+    for tier in ordered:
+        if tier.name in opened.outages:
+            continue
+        try:
+            if tier.name == authority.name:
+                await _prove_authority(tier, new=found[tier.name] is None)
+            if found[tier.name] is None:
+                made = await make_descriptor(tier, store_id)
+                if tier.name == authority.name:
+                    store_id = made
+                elif made != store_id:
+                    raise wrong_store(tier, made, store_id)
+        except StorageError as error:
+            if tier.name in must_work:
+                raise _unusable(tier, error, authority) from error
+            opened.outages[tier.name] = Outage(error=error, since=time.monotonic())
+            log.warning("tier=%s can't be written and is left out for now: %s", tier.name, error.message)
+    if store_id == opened.store_id:
+        return opened
+    return Tiers(tiers=opened.tiers, authority=authority, durable_at=opened.durable_at, store_id=store_id, outages=opened.outages)
+
+
+def _common_id(found: dict[str, str | None], authority: Tier, tiers: tuple[Tier, ...]) -> str | None:
+    """The store's id: the authority's, or what the others agree on; None for a store that does not exist yet."""
+    decided = found.get(authority.name)
+    for tier in tiers:
+        other = found.get(tier.name)
+        if other is None:
+            continue
+        if decided is None:
+            decided = other
+        elif other != decided:
+            raise wrong_store(tier, other, decided)
+    return decided
+
+
+async def _prove_authority(tier: Tier, *, new: bool) -> None:
+    """Create-if-absent has one winner: tried in full when a store begins, and in short at every later opening (PROTOCOLS.md §1, §3).
+
+    Raises:
+        ConfigError: It does not hold.
+        StorageError: The tier can't be written.
+    """
+    if new:
+        report = await probe(tier.storage)
+        if not report.checks[0].ok:
+            raise AccessError(f"it can't be written: {report.checks[0].detail.splitlines()[0]}", hint="check the permissions and the space")
+        if not report.can_be_authority:
+            raise _no_authority(tier, "; ".join(f"{check.name}: {check.detail.splitlines()[0]}" for check in report.failures))
+        return
+    folder = f".tierstore-probe-{secrets.token_hex(8)}"
+    path = f"{folder}/raced"
+    first, second = (f"{number} {secrets.token_hex(8)}".encode() for number in (1, 2))
+    try:
+        await tier.storage.create(path, first)
+        try:
+            await tier.storage.create(path, second)
+        except ConflictError as lost:
+            if lost.context.get("existing", first) == first:
+                return
+        raise _no_authority(tier, "create-if-absent: a name was created twice")
+    finally:
+        await tier.storage.delete([path])
+
+
+def _no_authority(tier: Tier, reason: str) -> ConfigError:
+    return ConfigError(
+        f"tier {tier.name!r} at {tier.uri} can't be the authority that decides what is committed: {reason}",
+        hint="`tierstore doctor --probe` shows what fails; put a file system or a bucket with conditional writes first among the shared tiers",
+        tier=tier.name,
+    )
+
+
+_REMEDY = {
+    "access": "check that it is writable, and the credentials",
+    "not-found": "create the bucket, or correct the name",
+    "temporary": "check that the endpoint is up and reachable from here",
+    "deadline": "check that the endpoint is up and reachable from here",
+}
+
+
+def _unusable(tier: Tier, error: TierStoreError, authority: Tier) -> TierStoreError:
+    role = "decides what is committed" if tier.name == authority.name else "takes every save first"
+    return type(error)(
+        f"tier {tier.name!r} at {tier.uri}, which {role}, can't be used: {error.message}",
+        hint=error.hint or _REMEDY.get(error.kind, "see `tierstore doctor --probe`"),
+        **{**error.context, "tier": tier.name},
+    )

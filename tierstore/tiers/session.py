@@ -1,0 +1,122 @@
+"""A session: one configuration, its tiers and the event loop that works on them. What `Store` and the command line stand on."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, TypeVar
+
+from tierstore.clock import Clock, SystemClock
+from tierstore.config_models import StoreConfig
+from tierstore.errors import ClosedError, TierStoreError
+from tierstore.storage.loop import EventLoop
+from tierstore.tiers.opening import Opener, default_opener, open_tiers
+from tierstore.tiers.tier import Tiers
+
+__all__ = ["Session"]
+
+log = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 10.0
+_T = TypeVar("_T")
+
+
+class Session:
+    """Made by `Session.open`; safe from several threads, a context manager.
+
+    Attributes:
+        config: The configuration.
+        clock: The clock of everything that this session does.
+        tiers: The opened tiers.
+        loop: The event loop; made anew in a forked child, where the storages build their clients anew too.
+    """
+
+    def __init__(self, config: StoreConfig, tiers: Tiers, loop: EventLoop, clock: Clock) -> None:
+        self.config = config
+        self.clock = clock
+        self.loop = loop
+        self._tiers = tiers
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, config: StoreConfig, *, clock: Clock | None = None, create: bool = True, opener: Opener = default_opener) -> Session:
+        """Opens a store's tiers.
+
+        Args:
+            config: The configuration.
+            clock: For tests.
+            create: Open for writing: the authority and the nearest tier must work, and descriptors are made where there are none.
+                False opens for reading: nothing is written, and tiers that can't be reached are left out with a warning.
+            opener: Makes a tier's storage from its configuration; for tests.
+
+        Raises:
+            ConfigError: A tier belongs to another store, or the authority can't be one.
+            AccessError, TemporaryError, NotFoundError, StorageError: What must work does not; names the tier and the remedy.
+        """
+        clock = clock or SystemClock()
+        loop = EventLoop()
+        try:
+            tiers = loop.run(open_tiers(config, create=create, opener=opener))
+        except BaseException:
+            loop.close()
+            raise
+        return cls(config, tiers, loop, clock)
+
+    @property
+    def tiers(self) -> Tiers:
+        self._check_open()
+        return self._tiers
+
+    def run(self, coro: Coroutine[Any, Any, _T], timeout: float | None = None) -> _T:
+        """Runs a coroutine on the session's loop and returns its result.
+
+        Args:
+            coro: The coroutine; closed where it can't be run.
+            timeout: Seconds; None waits for ever.
+
+        Raises:
+            ClosedError: The session is closed.
+            DeadlineError: Not done within `timeout`; the coroutine was cancelled.
+        """
+        if self._closed:
+            coro.close()
+            self._check_open()
+        return self.loop.run(coro, timeout)
+
+    run_coroutine = run
+
+    def submit(self, coro: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
+        """Starts a coroutine on the session's loop and returns at once."""
+        if self._closed:
+            coro.close()
+            self._check_open()
+        return self.loop.submit(coro)
+
+    def close(self) -> None:
+        """Ends the storages' clients and the loop; idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        try:
+            for tier in self._tiers:
+                try:
+                    self.loop.run(tier.storage.close(), _CLOSE_TIMEOUT_S)
+                except TierStoreError as error:
+                    log.warning("tier=%s did not close cleanly: %s", tier.name, error.message)
+        finally:
+            self.loop.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this store's session is closed", hint="open the store again")
