@@ -371,7 +371,7 @@ class Store:
             "final": bool(final),
             "writer": {
                 "tierstore": version("tierstore"),
-                "torch": torch.__version__,
+                "torch": str(torch.__version__),
                 "python": platform.python_version(),
                 "host": platform.node(),
             },
