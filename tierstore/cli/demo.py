@@ -7,9 +7,7 @@ import platform
 import signal
 import time
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.text import Text
 
 from tierstore import __version__
@@ -26,21 +24,13 @@ from tierstore.tiers.promote import pending
 from tierstore.tiers.session import Session
 from tierstore.units import format_duration
 
-__all__ = ["demo"]
+__all__ = ["run_demo"]
 
 RUN = "demo"
 
 
-def demo(
-    cli: Cli,
-    steps: Annotated[int, typer.Option(min=6, max=100_000, help="Training steps.")] = 120,
-    directory: Annotated[
-        Path, typer.Option("--directory", "-d", help="Where the demo's tiers lie; an earlier demo's are replaced.")
-    ] = Path("tierstore-demo"),
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the S3 server running afterwards, until Ctrl-C.")] = False,
-    serve: Annotated[bool, typer.Option("--serve", help="Only start an earlier demo's S3 server again, until Ctrl-C.")] = False,
-) -> int:
-    """Train a small model through three tiers, kill it, resume it; needs no configuration."""
+def run_demo(cli: Cli, *, steps: int, directory: Path, keep: bool, serve: bool) -> int:
+    """Runs the demo, or only its server; returns the exit code: 1 where the resumed training differs from the uninterrupted one."""
     if cli.options.config or cli.options.tier or cli.options.run:
         raise UsageError("the demo has a configuration of its own", hint="leave out -c, --tier and --run")
     place = DemoPlace(root=directory)
@@ -285,8 +275,8 @@ class _Demo:
             self.story.tell(text, "bold green", event="digest", equal=True, step=step, sha256=digest)
 
     def _show_catalog(self) -> Catalog:
-        with Session.open(load_config(self.place.config), clock=self.cli.clock) as session:
-            catalog = session.run_coroutine(scan(session.tiers, RUN))
+        with Session.open(load_config(self.place.config), clock=self.cli.clock, create=False) as session:
+            catalog = session.run(scan(session.tiers, RUN))
             copies = pending(catalog, session.tiers)
         self.story.table(catalog_table(catalog, copies, self.cli.clock.now()), catalog_summary(catalog))
         legend = catalog_legend(catalog, copies)

@@ -47,14 +47,23 @@ class Options:
     dry_run: Annotated[bool, typer.Option("-n", "--dry-run", help="Only say what would be done.", rich_help_panel=_EVERYWHERE)] = False
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.", rich_help_panel=_EVERYWHERE)] = False
     jobs: Annotated[
-        int | None, typer.Option("-j", "--jobs", min=1, max=256, help="Files in flight at once.", rich_help_panel=_EVERYWHERE)
+        int | None, typer.Option("-j", "--jobs", min=1, max=256, metavar="N", help="Files in flight at once.", rich_help_panel=_EVERYWHERE)
     ] = None
     bwlimit: Annotated[
         str | None, typer.Option("--bwlimit", metavar="RATE", help="At most e.g. 200MiB/s to each tier.", rich_help_panel=_EVERYWHERE)
     ] = None
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Only results and errors.", rich_help_panel=_EVERYWHERE)] = False
     verbose: Annotated[
-        int, typer.Option("-v", "--verbose", count=True, help="Say more; -v also shows tracebacks.", rich_help_panel=_EVERYWHERE)
+        int,
+        typer.Option(
+            "-v",
+            "--verbose",
+            count=True,
+            show_default=False,
+            metavar="",
+            help="Say more, with tracebacks; -vv everything.",
+            rich_help_panel=_EVERYWHERE,
+        ),
     ] = 0
     no_progress: Annotated[bool, typer.Option("--no-progress", help="No progress bars.", rich_help_panel=_EVERYWHERE)] = False
 
@@ -97,7 +106,7 @@ class Cli:
     @contextmanager
     def session(self) -> Iterator[Session]:
         """The store's tiers, opened for looking: nothing is created."""
-        with Session.open(self.load(), clock=self.clock) as session:
+        with Session.open(self.load(), clock=self.clock, create=False) as session:
             yield session
 
     def refuse_names(self, why: str) -> None:
@@ -106,15 +115,18 @@ class Cli:
             raise UsageError(f"--tier {self.only[0]}: {why}", hint="--tier takes a URI or path here, one with a '/'")
 
 
-def remember(function: Callable[[typer.Context], None]) -> Callable[..., None]:
+def remember(function: Callable[..., None]) -> Callable[..., None]:
     """Makes the callback of ``tierstore`` itself: keeps the options that stand before the verb."""
+
+    own = list(inspect.signature(function).parameters.values())[1:]
+    hints = get_type_hints(function, include_extras=True)
 
     @functools.wraps(function)
     def run(context: typer.Context, **given: Any) -> None:
-        context.obj = Options(**given)
-        function(context)
+        context.obj = Options(**{f.name: given.pop(f.name) for f in fields(Options)})
+        function(context, **given)
 
-    return _declare(run, [])
+    return _declare(run, [p.replace(annotation=hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in own])
 
 
 def verb(function: Callable[..., int]) -> Callable[..., None]:

@@ -1,0 +1,74 @@
+"""From what a person typed to a run and a checkpoint."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Literal
+
+from tierstore.config import StoreConfig
+from tierstore.errors import NotFoundError, UsageError
+from tierstore.names import Reference, check_run, parse_reference
+from tierstore.tiers.catalog import Catalog, CheckpointInfo, runs, scan
+from tierstore.tiers.session import Session
+
+__all__ = ["find_checkpoint", "metric_modes", "scan_run", "the_run"]
+
+
+def the_run(session: Session, named: str = "") -> str:
+    """The run that is meant: `named`, else the configuration's, else the store's only one.
+
+    Raises:
+        UsageError: The store has several runs.
+        NotFoundError: It has none.
+    """
+    if named or session.config.run:
+        return check_run(named or session.config.run or "")
+    found = session.run(runs(session.tiers))
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise NotFoundError("the store has no run yet", hint="check the tiers with `tierstore doctor`")
+    raise UsageError(f"the store has {len(found)} runs: {_some(found)}", hint="say which: --run RUN, or RUN@… as the reference")
+
+
+def scan_run(session: Session, run: str) -> Catalog:
+    """The run's catalog.
+
+    Raises:
+        NotFoundError: The store has nothing of that run; the nearest names are suggested.
+    """
+    catalog = session.run(scan(session.tiers, run))
+    if not (catalog.checkpoints or catalog.incomplete or catalog.condemned or catalog.swept) and catalog.other_runs:
+        near = difflib.get_close_matches(run, catalog.other_runs, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"the runs are {_some(catalog.other_runs)}"
+        raise NotFoundError(f"the store has no run {run!r}", hint=hint, run=run)
+    return catalog
+
+
+def find_checkpoint(session: Session, reference: str) -> tuple[Catalog, CheckpointInfo]:
+    """The checkpoint that `reference` (``RUN@SELECTOR``, or a selector alone) names.
+
+    Raises:
+        UsageError: The reference can't be read.
+        NotFoundError: There is no such run, step, metric or tag; the nearest are suggested.
+    """
+    parsed = parse_reference(reference)
+    run = the_run(session, parsed.run)
+    catalog = scan_run(session, run)
+    wanted = Reference(run=run, selector=parsed.selector, step=parsed.step, argument=parsed.argument)
+    return catalog, catalog.resolve(wanted, modes=metric_modes(session.config, run))
+
+
+def metric_modes(config: StoreConfig, run: str) -> dict[str, Literal["min", "max"]]:
+    """Which metrics are better when larger, as the retention rules say."""
+    policy = config.retention_for(run)
+    rules = [
+        *(policy.keep if policy else ()),
+        *(rule for tier in (policy.tiers or {} if policy else {}).values() for rule in tier.keep or ()),
+    ]
+    return {rule.best.metric: rule.best.mode for rule in rules if rule.best is not None}
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:8])} and {len(names) - 8} more"

@@ -1,0 +1,274 @@
+"""The verbs that look: ``ls``, ``show``, ``tensors``, ``cat``. None of them writes anything, and none needs torch."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from tierstore.cli.find import find_checkpoint, scan_run
+from tierstore.cli.options import Cli
+from tierstore.cli.render import (
+    TIER_MARKS,
+    age_text,
+    catalog_legend,
+    catalog_summary,
+    catalog_table,
+    checkpoint_value,
+    facts_table,
+    incomplete_value,
+    plain_table,
+)
+from tierstore.clock import utc_text
+from tierstore.errors import NotFoundError, TierStoreError, UsageError
+from tierstore.format.index import TensorEntry
+from tierstore.format.manifest import Manifest
+from tierstore.format.record import Record
+from tierstore.names import MANIFEST
+from tierstore.tiers.catalog import CheckpointInfo, runs, scan
+from tierstore.tiers.promote import pending
+from tierstore.tiers.replica import Replica, Want, open_replica
+from tierstore.tiers.session import Session
+from tierstore.units import format_size
+
+__all__ = ["cat", "ls", "show", "tensors"]
+
+_READ_NBYTES = 32 << 20
+
+Ref = Annotated[str, typer.Argument(metavar="REF", help="RUN@12000, RUN@latest, RUN@best:METRIC, RUN@tag:TAG; the run may be left out.")]
+
+
+def ls(
+    cli: Cli,
+    name: Annotated[str | None, typer.Argument(metavar="[RUN]", help="The run; without one and with several, lists the runs.")] = None,
+) -> int:
+    """List checkpoints × tiers, with attempts that did not commit."""
+    cli.refuse_names("ls shows all tiers")
+    with cli.session() as session:
+        named = name or session.config.run
+        found = [] if named else session.run(runs(session.tiers))
+        if not named and len(found) != 1:
+            return _list_runs(cli, session, found)
+        chosen = named or found[0]
+        catalog = scan_run(session, chosen) if name or cli.options.run or not named else session.run(scan(session.tiers, chosen))
+        copies = pending(catalog, session.tiers)
+    for info in reversed(catalog.checkpoints):
+        cli.terminal.emit(checkpoint_value(info, copies))
+    for attempt in (*catalog.incomplete, *catalog.condemned):
+        cli.terminal.emit(incomplete_value(attempt))
+    cli.terminal.show(catalog_summary(catalog))
+    if catalog.checkpoints or catalog.incomplete or catalog.condemned:
+        cli.terminal.show(catalog_table(catalog, copies, cli.clock.now()))
+    elif catalog.other_runs:
+        cli.terminal.say(f"the store has other runs: {', '.join(catalog.other_runs)}")
+    legend = catalog_legend(catalog, copies)
+    if legend is not None:
+        cli.terminal.show(legend)
+    return 0
+
+
+def _list_runs(cli: Cli, session: Session, found: Sequence[str]) -> int:
+    table = plain_table("RUN", ("CHECKPOINTS", "right"), ("LATEST", "right"), ("AGE", "right"), ("SIZE", "right"), fold=("RUN",))
+    now = cli.clock.now()
+    for name in found:
+        catalog = session.run(scan(session.tiers, name))
+        kept = [c for c in catalog.checkpoints if not (c.superseded or c.hidden)]
+        newest = kept[-1] if kept else None
+        nbytes = sum(c.nbytes for c in kept)
+        table.add_row(
+            name,
+            str(len(kept)),
+            str(newest.step) if newest else "-",
+            age_text(newest.committed_at, now) if newest else "-",
+            format_size(nbytes),
+        )
+        cli.terminal.emit(
+            {
+                "type": "run",
+                "run": name,
+                "checkpoints": len(kept),
+                "latest": newest.step if newest else None,
+                "committed_at": newest.committed_at if newest else None,
+                "nbytes": nbytes,
+            }
+        )
+    cli.terminal.show(table if found else Text("the store has no run yet"))
+    return 0
+
+
+def show(cli: Cli, ref: Ref = "latest") -> int:
+    """Show one checkpoint: its facts, files, replicas and log."""
+    cli.refuse_names("show is about all tiers")
+    with cli.session() as session:
+        catalog, info = find_checkpoint(session, ref)
+        copies = pending(catalog, session.tiers)
+        try:
+            replica, failure = session.run(open_replica(session.tiers, info)), None
+        except TierStoreError as error:  # the log can be shown all the same; the error is raised after that
+            replica, failure = None, error
+    manifest = replica.manifest if replica else None
+    _show_facts(cli, info, manifest)
+    if manifest is not None:
+        _show_files(cli, manifest)
+    _show_replicas(cli, info, session.config.model_dump(include={"tiers"})["tiers"], [c.tier for c in copies if c.attempt == info.attempt])
+    _show_log(cli, info.records)
+    cli.terminal.emit({**checkpoint_value(info, copies), "created_at": manifest.created_at if manifest else None})
+    if failure is not None:
+        raise failure
+    return 0
+
+
+def _show_facts(cli: Cli, info: CheckpointInfo, manifest: Manifest | None) -> None:
+    state = checkpoint_value(info)["state"]
+    facts = [
+        ("checkpoint", f"{info.run}@{info.step}"),
+        ("state", state + (", its log is lost: known from replicas' copies" if info.authority_lost else "")),
+        ("committed", f"{utc_text(info.committed_at)[:19]}Z, {age_text(info.committed_at, cli.clock.now())} ago"),
+        ("folder", info.attempt.folder),
+        ("size", f"{format_size(info.nbytes)} by {info.world_size} {'rank' if info.world_size == 1 else 'ranks'}"),
+    ]
+    if manifest is not None:
+        facts.append(("tensors", f"{manifest.tensors} in {manifest.extents} extents, blocks of {format_size(manifest.block_nbytes)}"))
+        writer = manifest.facts.get("writer", manifest.facts)
+        if isinstance(writer, dict) and writer:
+            facts.append(("written by", ", ".join(f"{k} {v}" for k, v in sorted(writer.items()) if isinstance(v, (str, int, float)))))
+    facts += [(f"metric {name}", f"{value:.6g}") for name, value in sorted(info.metrics.items())]
+    facts += [(kind, ", ".join(values)) for kind, values in (("tags", info.tags), ("pins", info.pins)) if values]
+    if info.final:
+        facts.append(("final", "yes"))
+    cli.terminal.show(facts_table(facts))
+
+
+def _show_files(cli: Cli, manifest: Manifest) -> None:
+    table = plain_table("FILE", "KIND", ("SIZE", "right"), "DIGEST", fold=("FILE",))
+    for file in manifest.files:
+        table.add_row(file.name, file.kind, format_size(file.nbytes), file.digest[:19] + "…")
+        cli.terminal.emit({"type": "file", "name": file.name, "kind": file.kind, "nbytes": file.nbytes, "digest": file.digest})
+    cli.terminal.show("", table)
+
+
+def _show_replicas(cli: Cli, info: CheckpointInfo, tiers: Sequence[dict[str, Any]], due: Sequence[str]) -> None:
+    table = plain_table("TIER", "STATE", "WHERE", fold=("WHERE",))
+    for tier in tiers:
+        name = tier["name"]
+        state = info.replicas.get(name, "pending" if name in due else "")
+        words = {"": "nothing", "pending": "nothing yet, to be copied", "complete": "complete"}.get(state)
+        style = TIER_MARKS[state][1] if state else "dim"
+        if state == "receipt":
+            words = (
+                f"parts of {'rank' if len(info.receipts.get(name, ())) == 1 else 'ranks'} {' '.join(map(str, info.receipts.get(name, ())))}"
+            )
+        table.add_row(name, Text(words or f"{state}: {TIER_MARKS[state][2]}", style=style), tier["uri"])
+        cli.terminal.emit({"type": "replica", "tier": name, "state": state or None, "uri": tier["uri"]})
+    cli.terminal.show("", table)
+
+
+def _show_log(cli: Cli, records: Sequence[Record]) -> None:
+    table = plain_table(("LOG", "right"), "KIND", "AT", "BY", "FACTS", fold=("BY", "FACTS"))
+    for record in records:
+        facts = " ".join(f"{k}={_brief(v)}" for k, v in sorted(record.data.items()) if not isinstance(v, (dict, list)))
+        table.add_row(str(record.seq), record.kind, f"{utc_text(record.at)[:19]}Z", record.actor, facts)
+        cli.terminal.emit(
+            {"type": "record", "seq": record.seq, "kind": record.kind, "at": record.at, "actor": record.actor, "data": dict(record.data)}
+        )
+    cli.terminal.show("", table)
+
+
+def tensors(
+    cli: Cli,
+    ref: Ref = "latest",
+    pattern: Annotated[str, typer.Argument(metavar="[PATTERN]", help="Names like 'model.*.weight'; * matches any text.")] = "*",
+) -> int:
+    """List a checkpoint's tensors: name, dtype, shape, bytes, shard."""
+    cli.refuse_names("tensors reads the nearest good copy")
+    with cli.session() as session:
+        replica = _open(session, ref)
+    index = replica.index
+    names = [name for name in index.names() if fnmatchcase(name, pattern)]
+    if not names:
+        if not any(c in pattern for c in "*?["):
+            index.find(pattern)  # raises with the nearest names
+        raise NotFoundError(f"no tensor of {ref} matches {pattern!r}", hint="`tierstore tensors REF` lists all; quote patterns")
+    table = plain_table("TENSOR", "DTYPE", "SHAPE", ("SIZE", "right"), "SHARD", fold=("TENSOR", "SHARD"))
+    first: dict[object, str] = {}
+    nbytes = 0
+    for entry in map(index.find, names):
+        stored = sum(e.end - e.begin for e in entry.extents)
+        tied = first.setdefault(entry.extents, entry.name) if stored else entry.name
+        nbytes += stored if tied == entry.name else 0
+        shards = sorted({e.file for e in entry.extents})
+        told = _shard_numbers(entry) if tied == entry.name else f"is {tied}"
+        table.add_row(entry.name, entry.dtype, "×".join(map(str, entry.shape)) or "scalar", format_size(stored), told)
+        cli.terminal.emit(
+            {
+                "type": "tensor",
+                "name": entry.name,
+                "dtype": entry.dtype,
+                "shape": entry.shape,
+                "nbytes": stored,
+                "files": shards,
+                "tied_to": None if tied == entry.name else tied,
+            }
+        )
+    of = f" of {len(index)}" if len(names) != len(index) else ""
+    cli.terminal.show(table, Text(f"{len(names)}{of} tensors, {format_size(nbytes)}", style="dim"))
+    return 0
+
+
+def cat(
+    cli: Cli,
+    ref: Ref,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="manifest.json, objects.json, index.safetensors, a shard …")],
+) -> int:
+    """Write one file of a checkpoint to stdout, every byte proved against its digest."""
+    cli.refuse_names("cat reads the nearest good copy")
+    if not file.endswith(".json") and sys.stdout.isatty():
+        raise UsageError(f"{file} is binary, and stdout is a terminal", hint=f"write it into a file: tierstore cat {ref} {file} > {file}")
+    with cli.session() as session:
+        replica = _open(session, ref)
+        names = [MANIFEST, *(f.name for f in replica.manifest.files)]
+        if file not in names:
+            near = difflib.get_close_matches(file, names, n=3, cutoff=0.4)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"its files are {', '.join(names[:6])}"
+            raise NotFoundError(f"{replica.info.run}@{replica.info.step} has no file {file!r}", hint=hint, file=file)
+        out = sys.stdout.buffer
+        for data in _file_bytes(session, replica, file):
+            out.write(data)
+        out.flush()
+    return 0
+
+
+def _open(session: Session, ref: str) -> Replica:
+    _, info = find_checkpoint(session, ref)
+    return session.run(open_replica(session.tiers, info))
+
+
+def _file_bytes(session: Session, replica: Replica, name: str) -> Iterator[bytes | memoryview]:
+    """The file's proved bytes, in pieces."""
+    record = next((f for f in replica.manifest.files if f.name == name), None)
+    if record is None or record.kind != "shard":
+        yield session.run(replica.document(name))
+        return
+    buffer = memoryview(bytearray(min(_READ_NBYTES, record.nbytes)))
+    for begin in range(0, record.nbytes, _READ_NBYTES):
+        piece = buffer[: min(_READ_NBYTES, record.nbytes - begin)]
+        session.run(replica.read([Want(name, begin, piece)]))
+        yield piece
+
+
+def _shard_numbers(entry: TensorEntry) -> str:
+    """``0``, or ``0 1 2 7`` for a tensor in several shards; a file that is not one of ours by its name."""
+    names = sorted({e.file for e in entry.extents})
+    told = [str(int(n.split("-")[1])) if n.startswith("shard-") and n.split("-")[1].isdigit() else n for n in names]
+    return " ".join(told) if len(told) <= 6 else f"{told[0]} … {told[-1]}"
+
+
+def _brief(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 24 else f"{text[:19]}…"
