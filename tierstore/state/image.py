@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import re
+import secrets
 import threading
 import time
 from collections import OrderedDict
@@ -27,7 +28,7 @@ __all__ = ["Image", "ImagePool"]
 
 log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"image-(\d+)-(\d+)-(\d+)")
+_NAME = re.compile(r"image-(\d+)-(\d+)-[0-9a-f]{12}")
 _WASTE = 1.5
 """A free image is taken for a save that fills at least 1/1.5 of it; a much larger one would hold memory for nothing."""
 _SMALL_NBYTES = 4 << 20
@@ -181,7 +182,6 @@ class ImagePool:
         self._changed = threading.Condition()
         self._busy: dict[int, Image] = {}
         self._free: list[_Memory] = []  # least recently used first
-        self._serial = 0
         self._closed = False
 
     def _check_owner(self) -> None:
@@ -228,8 +228,7 @@ class ImagePool:
                 ) from error
             _advise_huge(mapping)
             return _Memory(mapping, None)
-        self._serial += 1
-        path = self.directory / f"image-{self._pid}-{self._born}-{self._serial}"
+        path = self.directory / f"image-{self._pid}-{self._born}-{secrets.token_hex(6)}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             mapping = _map_file(path, need)

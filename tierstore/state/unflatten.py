@@ -41,8 +41,9 @@ def check_node(node: Opaque) -> None:
         good = isinstance(value, dict) and isinstance(value.get("ref"), TensorRef) and ("view" not in value or _is_view(value["view"]))
     else:
         layout = getattr(torch, str(value.get("layout")), None) if isinstance(value, dict) else None
-        good = layout in COMPONENTS and isinstance(value.get("parts"), dict) and _are_sizes(value.get("shape"))
-        good = good and tuple(value["parts"]) == COMPONENTS[layout] and type(value.get("coalesced", False)) is bool
+        parts = COMPONENTS.get(layout) if isinstance(layout, torch.layout) else None
+        good = parts is not None and isinstance(value.get("parts"), dict) and tuple(value["parts"]) == parts
+        good = good and _are_sizes(value.get("shape")) and type(value.get("coalesced", False)) is bool
     if not good:
         raise FormatError(f"the stored tree has a malformed {node.tag} node", hint="the file is foreign or damaged: run `tierstore verify`")
 
