@@ -1,0 +1,162 @@
+"""Recover: finish complete attempts that nobody committed, and rebuild a lost authority log from the replicas' copies.
+
+Nothing is ever deleted. A log is rebuilt in the order of a commit: the payload is on the authority, proved, before its records are,
+so that at no instant the authority claims what it has not.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+from tierstore.clock import Clock
+from tierstore.errors import ConflictError, IntegrityError, NotFoundError, StorageError, TierStoreError
+from tierstore.format.record import Record
+from tierstore.names import Attempt
+from tierstore.tiers.catalog import CheckpointInfo, scan
+from tierstore.tiers.copies import copy_payload, record_replica
+from tierstore.tiers.copying import CopyContext
+from tierstore.tiers.locks import RunLock, lock_path
+from tierstore.tiers.log import parse_record
+from tierstore.tiers.promote import ReconcileReport, pending, reconcile
+from tierstore.tiers.tier import Tier, Tiers, ensure_tier
+from tierstore.tiers.view import AttemptView, further, observe, staging
+
+__all__ = ["Rebuilt", "RecoverReport", "recover"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebuilt:
+    """One checkpoint whose log the authority had lost. `error` is empty where it was rebuilt (or, in a dry run, would be)."""
+
+    attempt: Attempt
+    sources: tuple[str, ...]
+    records: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoverReport:
+    """What was done, or with `dry_run` would be."""
+
+    dry_run: bool
+    rebuilt: tuple[Rebuilt, ...]
+    committed: tuple[Attempt, ...]
+    incomplete: tuple[tuple[Attempt, str], ...]
+    """Attempts that can't be finished, and why."""
+
+    @property
+    def ok(self) -> bool:
+        return not any(r.error for r in self.rebuilt)
+
+
+async def recover(
+    tiers: Tiers,
+    run: str,
+    *,
+    clock: Clock,
+    context: CopyContext | None = None,
+    dry_run: bool = False,
+    lock: RunLock | None = None,
+    wait_s: float | None = 0.0,
+) -> RecoverReport:
+    """Rebuilds what the authority lost, then commits every attempt whose parts are all there.
+
+    Args:
+        tiers: The store's tiers; the authority must answer.
+        run: The run.
+        clock: Dates new records.
+        context: Limits and progress.
+        dry_run: Only say what would be done.
+        lock: The run's lock, where the caller has one.
+        wait_s: Seconds to wait for another process on this node; None: without end.
+
+    Raises:
+        LockedError: Another process works on this run.
+        StorageError: The authority can't be reached.
+    """
+    context = context or CopyContext.make(tiers, clock)
+    lock = lock or RunLock(lock_path(tiers, run), run)
+    async with lock.hold(wait_s=wait_s):
+        await ensure_tier(tiers, tiers.authority, create=not dry_run)
+        await tiers.authority.storage.children(run)  # an authority that does not answer has not lost its log
+        catalog = await scan(tiers, run)
+        lost = [c for c in catalog.checkpoints if c.authority_lost]
+        rebuilt = [await _rebuild(context, info, dry_run=dry_run) for info in lost]
+        if dry_run:
+            wanted = [c for c in pending(catalog, tiers) if c.kind == "commit"]
+            ready = {a.attempt for a in catalog.incomplete if a.missing == ()}
+            report = ReconcileReport(
+                done=tuple(c for c in wanted if c.attempt in ready),
+                waiting=tuple((c, "parts are missing") for c in wanted if c.attempt not in ready),
+            )
+        else:
+            report = await reconcile(tiers, run, clock=clock, context=context, commit_only=True, lock=lock)
+    commits = [c for c in report.done if c.kind == "commit"]
+    waiting = [(c.attempt, why) for c, why in report.waiting if c.kind == "commit"]
+    failed = [(f.copy.attempt, f.error.message) for f in report.failed if f.copy.kind == "commit"]
+    return RecoverReport(
+        dry_run=dry_run,
+        rebuilt=tuple(rebuilt),
+        committed=tuple(c.attempt for c in commits),
+        incomplete=(*waiting, *failed),
+    )
+
+
+async def _rebuild(context: CopyContext, info: CheckpointInfo, *, dry_run: bool) -> Rebuilt:
+    """Brings one checkpoint back to the authority: payload first, then its records by number, then a record for each replica."""
+    tiers = context.tiers
+    nodes = {t.name for t in staging(tiers)}
+    holding = [t for t in tiers if info.replicas.get(t.name) == "complete" or (t.name in nodes and t.name in info.receipts)]
+    done = Rebuilt(attempt=info.attempt, sources=tuple(t.name for t in holding), records=len(info.records))
+    if dry_run:
+        return done
+    try:
+        view = await _as_the_copies_tell(tiers, info)
+        raw = [await _raw_record(tiers, info.attempt, record) for record in info.records]
+        await copy_payload(context, view, tiers.authority)
+        for record, data in zip(info.records, raw, strict=True):
+            await tiers.authority.storage.create(info.attempt.record_path(record.seq), data)
+        for tier in further(tiers):
+            if info.replicas.get(tier.name) == "complete" and tier.name not in info.replicated:
+                await _record_again(context, view, tier)
+    except ConflictError as error:  # somebody decides about this attempt right now: their log stands
+        return replace(done, error=f"its log has come back meanwhile: {error.message}")
+    except TierStoreError as error:
+        log.warning("checkpoint=%s can't be rebuilt: %s", info.attempt.folder, error.message)
+        return replace(done, error=error.message)
+    log.warning("checkpoint=%s rebuilt from %s", info.attempt.folder, ", ".join(done.sources))
+    return done
+
+
+async def _as_the_copies_tell(tiers: Tiers, info: CheckpointInfo) -> AttemptView:
+    """The attempt with the replicas' copies of the log in place of the authority's, and every complete replica as a source."""
+    view = await observe(tiers, info.attempt, world_size=info.world_size)
+    found = {t.name: info.records[0] for t in further(tiers) if info.replicas.get(t.name) == "complete"}
+    return replace(
+        view,
+        records=info.records,
+        log=replace(view.log, fate=info.records[0], replicated={**view.log.replicated, **found}),
+    )
+
+
+async def _raw_record(tiers: Tiers, attempt: Attempt, record: Record) -> bytes:
+    """The record's bytes as some tier keeps them: records are copied, never written anew."""
+    path = attempt.record_path(record.seq)
+    for tier in tiers:
+        try:
+            data = await tier.storage.read(path)
+            if parse_record(data, path, record.seq).nonce == record.nonce:
+                return data
+        except (NotFoundError, StorageError, IntegrityError) as error:
+            log.debug("tier=%s no record %s from here: %s", tier.name, path, error.message)
+    raise IntegrityError(f"no tier gives {path} any more", hint="bring the tiers that hold copies of this checkpoint back")
+
+
+async def _record_again(context: CopyContext, view: AttemptView, tier: Tier) -> None:
+    """A replica's own `replicated` record was lost with the log: its files are compared again, and recorded anew."""
+    copied = await copy_payload(context, view, tier)
+    await record_replica(context, view, tier, copied)
+
