@@ -119,6 +119,8 @@ async def _make(opened: Tiers, found: dict[str, str | None], must_work: set[str]
         try:
             if tier.name == authority.name:
                 await _prove_authority(tier, new=found[tier.name] is None)
+            elif tier.name in must_work:
+                await _prove_writable(tier)
             if found[tier.name] is None:
                 made = await make_descriptor(tier, store_id)
                 if tier.name == authority.name:
@@ -178,10 +180,19 @@ async def _prove_authority(tier: Tier, *, new: bool) -> None:
         await tier.storage.delete([path])
 
 
+async def _prove_writable(tier: Tier) -> None:
+    """A tier that every save goes to first is tried now: an error here is worth more than one in the background, hours later."""
+    path = f".tierstore-probe-{secrets.token_hex(8)}/written"
+    try:
+        await tier.storage.put(path, b"probe")
+    finally:
+        await tier.storage.delete([path])
+
+
 def _no_authority(tier: Tier, reason: str) -> ConfigError:
     return ConfigError(
         f"tier {tier.name!r} at {tier.uri} can't be the authority that decides what is committed: {reason}",
-        hint="`tierstore doctor --probe` shows what fails; put a file system or a bucket with conditional writes first among the shared tiers",
+        hint="`tierstore doctor --probe` shows what fails; put one with conditional writes first among the shared tiers",
         tier=tier.name,
     )
 

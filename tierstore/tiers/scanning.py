@@ -102,7 +102,7 @@ async def scan_attempts(tiers: Tiers, run: str, cache: RecordCache) -> Scanned:
     authority = next((view for view in views if tiers.is_authority(view.tier)), None)
 
     # The authority decides about what it knows. For the rest, the copies beside the replicas are read.
-    known = {a for a, seqs in authority.records.items() if 0 in seqs} if authority else set()
+    known = {a for a, read in authority.read.items() if isinstance(read.get(0), Record)} if authority else set()
     for view in views:
         if view is not authority:
             wanted = [a for a, seqs in view.records.items() if a not in known and 0 in seqs]
