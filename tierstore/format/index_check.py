@@ -113,17 +113,26 @@ def _check_shapes(c: IndexColumns) -> Ints:
 def _check_extents(c: IndexColumns, ndim: Ints) -> None:
     if not len(c.begins):
         return
-    _refuse_first(c.files >= len(c.file_names), "an extent in a file that is not listed")
-    _refuse_first((c.begins < 0) | (c.ends < c.begins) | (c.ends > c.file_nbytes[c.files]), "an extent outside its file")
+    # Bounds by minimum and maximum first: cheaper than a mask, and the sums below can't wrap around then.
+    for name in ("begins", "ends", "offsets", "sizes"):
+        column = getattr(c, name)
+        if len(column) and not (column.min() >= 0 and column.max() < _MAX):
+            _refuse_first((column < 0) | (column >= _MAX), f"{name} out of range: an extent outside its file or outside its tensor")
+    if int(c.files.max()) >= len(c.file_names):
+        _refuse_first(c.files >= len(c.file_names), "an extent in a file that is not listed")
+    _refuse_first(c.ends > np.take(c.file_nbytes, c.files), "an extent outside its file")
     counts = np.diff(c.extent_starts)
     extent_ndim = np.repeat(ndim, counts)
-    whole = _tiled_shapes(c, ndim, counts)
-    _refuse_first((c.offsets < 0) | (c.sizes < 0) | (c.sizes > whole) | (c.offsets > whole - c.sizes), "an extent outside its tensor")
-    lengths = np.ones(len(c.begins), dtype=np.int64)
-    boxed = np.flatnonzero(extent_ndim)
-    if len(boxed):
-        starts = (np.cumsum(extent_ndim) - extent_ndim)[boxed]
-        lengths[boxed] = np.multiply.reduceat(c.sizes, starts)
+    _refuse_first(c.offsets + c.sizes > _tiled_shapes(c, ndim, counts), "an extent outside its tensor")
+    starts = np.cumsum(extent_ndim)
+    starts -= extent_ndim
+    if len(ndim) and int(ndim.min()) > 0:
+        lengths: Ints = np.multiply.reduceat(c.sizes, starts)
+    else:
+        lengths = np.ones(len(c.begins), dtype=np.int64)
+        boxed = np.flatnonzero(extent_ndim)
+        if len(boxed):
+            lengths[boxed] = np.multiply.reduceat(c.sizes, starts[boxed])
     itemsizes = np.array([size for _, size in c.dtypes], dtype=np.int64)
     lengths *= np.repeat(itemsizes[c.dtype_codes], counts)
     _refuse_first(lengths != c.ends - c.begins, "an extent's byte range does not fit its shape and dtype")
@@ -133,8 +142,12 @@ def _tiled_shapes(c: IndexColumns, ndim: Ints, counts: Ints) -> Ints:
     """Each tensor's shape once per extent, concatenated: the same layout as `offsets` and `sizes`."""
     if bool((counts == 1).all()):
         return c.shapes
-    extents_ndim = np.repeat(ndim, counts)
-    begins = np.repeat(c.shape_starts[:-1], counts)
-    within = np.arange(len(c.offsets), dtype=np.int64) - np.repeat(np.cumsum(extents_ndim) - extents_ndim, extents_ndim)
-    tiled: Ints = c.shapes[np.repeat(begins, extents_ndim) + within]
+    total = len(c.offsets)
+    kind = np.int32 if total < 1 << 31 else np.int64  # half the memory traffic where it suffices
+    boxes = np.diff(c.box_starts)
+    axis = np.arange(total, dtype=kind)
+    axis -= np.repeat(c.box_starts[:-1].astype(kind), boxes)
+    axis %= np.repeat(np.maximum(ndim, 1).astype(kind), boxes)
+    axis += np.repeat(c.shape_starts[:-1].astype(kind), boxes)
+    tiled: Ints = np.take(c.shapes, axis)
     return tiled

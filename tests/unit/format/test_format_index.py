@@ -183,7 +183,7 @@ BAD_COLUMNS: dict[str, tuple[dict[str, Any], str]] = {
     "file number": (changed("files", 0, 3), "not listed"),
     "begin negative": (changed("begins", 0, -1), "outside its file"),
     "end beyond file": (changed("ends", 0, 1 << 13), "outside its file"),
-    "end before begin": (changed("begins", 0, 1 << 11), "outside its file"),
+    "end before begin": (changed("begins", 0, 1 << 11), "byte range"),
     "length": (changed("ends", 0, 2), "byte range"),
     "offset negative": (changed("offsets", 0, -1), "outside its tensor"),
     "offset beyond": (changed("offsets", 0, 1), "outside its tensor"),
