@@ -39,6 +39,7 @@ FLOORS: dict[str, int] = {
     "integrations": 6,
     "fs": 6,
     "dcp": 6,
+    "__main__": 7,
 }
 """The floor of each module or package directly below `tierstore`."""
 
