@@ -85,9 +85,9 @@ class Tree:
     def into_folder(self, final: str, publish: Callable[[], None]) -> None:
         """Runs `publish`, that makes the entry `final`, in a folder that a concurrent deletion may take away at any instant."""
         for attempt in range(_ATTEMPTS):
-            self.make_folder(os.path.dirname(final))
-            self.inside(os.path.dirname(final))
             try:
+                self.make_folder(os.path.dirname(final))
+                self.inside(os.path.dirname(final))
                 publish()
             except FileNotFoundError:
                 if attempt == _ATTEMPTS - 1:

@@ -24,6 +24,8 @@ class DaemonPool(Executor):
 
     def __init__(self, size: int, name: str) -> None:
         self.pid = os.getpid()
+        self.completed = 0
+        """How many calls have ended: one that waits in the queue learns from it whether the threads hang."""
         self._size = size
         self._name = name
         self._changed = threading.Condition()
@@ -75,4 +77,5 @@ class DaemonPool(Executor):
                 else:
                     future.set_result(result)
                     del result
+            self.completed += 1  # a rare lost count of two threads at once does not matter: it still changes
             del future, call  # an idle thread keeps no buffer alive

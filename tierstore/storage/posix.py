@@ -7,9 +7,10 @@ import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import aiofiles
 
@@ -26,7 +27,6 @@ from tierstore.storage.sources import BytesSource
 
 __all__ = ["PosixStorage"]
 
-P = ParamSpec("P")
 T = TypeVar("T")
 _PART_NBYTES = 8 << 20
 _MAX_READ_NBYTES = 1 << 30  # one read(2) ends at 2 GiB less a page
@@ -91,7 +91,7 @@ class PosixStorage:
         if nbytes == 0:
             return b""
         pool = self._threads()
-        return await self._in_time("read", full, pool, asyncio.ensure_future(self._read(full, offset, nbytes, pool)), None)
+        return await self._in_time("read", full, pool, asyncio.ensure_future(self._read(full, offset, nbytes, pool)))
 
     async def _read(self, full: str, offset: int, nbytes: int | None, pool: DaemonPool) -> bytes:
         def opener(name: str, flags: int) -> int:
@@ -250,40 +250,45 @@ class PosixStorage:
 
     async def _call(self, doing: str, full: str, fn: Callable[..., T], *args: Any, nbytes: int | None = None) -> T:
         """Runs a blocking function in a thread; its OSError becomes one of the error family, a hanging thread a `DeadlineError`."""
-        pool = self._threads()
-        started = threading.Event()
+        while True:
+            pool = self._threads()
+            started = threading.Event()
+            call = pool.submit(_run, started, fn, args)
+            future = asyncio.wrap_future(call)
+            try:
+                if await self._begun(pool, started, call, future):
+                    return await self._in_time(doing, full, pool, future, nbytes=nbytes)
+            finally:
+                if not future.done():
+                    future.cancel()
 
-        def call() -> T:
-            started.set()
-            return fn(*args)
+    async def _begun(self, pool: DaemonPool, started: threading.Event, call: Future[T], future: asyncio.Future[T]) -> bool:
+        """Waits in the queue, for which there is no deadline; False if all the threads ahead hang, and the call was taken back."""
+        while self._deadline_s is not None and not started.is_set() and not future.done():
+            completed = pool.completed
+            await asyncio.wait({future}, timeout=self._deadline_s)
+            if not started.is_set() and pool.completed == completed and call.cancel():
+                self._abandon(pool)
+                return False
+        return True
 
-        return await self._in_time(doing, full, pool, asyncio.wrap_future(pool.submit(call)), started, nbytes=nbytes)
+    def _abandon(self, pool: DaemonPool) -> None:
+        """Leaves a pool with a hanging thread to itself; the next call gets a new one."""
+        if self._pool is pool:
+            self._pool = None
+        pool.shutdown()
 
-    async def _in_time(
-        self,
-        doing: str,
-        full: str,
-        pool: DaemonPool,
-        future: asyncio.Future[T],
-        started: threading.Event | None,
-        *,
-        nbytes: int | None = None,
-    ) -> T:
+    async def _in_time(self, doing: str, full: str, pool: DaemonPool, future: asyncio.Future[T], *, nbytes: int | None = None) -> T:
         future.add_done_callback(_retrieved)
         try:
-            while not future.done():
-                running = started is None or started.is_set()
-                await asyncio.wait({future}, timeout=self._deadline_s)
-                # Time in the queue does not count, unless the queue is that of threads that hang themselves.
-                if not future.done() and (running or self._pool is not pool):
-                    if self._pool is pool:
-                        self._pool = None
-                    pool.shutdown()
-                    raise DeadlineError(
-                        f"can't {doing} {full}: no answer within {self._deadline_s:g} s",
-                        hint="check that the disk or the file server answers, or raise the tier's deadline",
-                        path=full,
-                    )
+            await asyncio.wait({future}, timeout=self._deadline_s)
+            if not future.done():
+                self._abandon(pool)
+                raise DeadlineError(
+                    f"can't {doing} {full}: no answer within {self._deadline_s:g} s",
+                    hint="check that the disk or the file server answers, or raise the tier's deadline",
+                    path=full,
+                )
             return future.result()
         except OSError as error:
             if isinstance(error, TierStoreError):
@@ -306,6 +311,11 @@ class PosixStorage:
             _log.warning("event=cleanup-failed path=%r error=%r", full, str(error))
         if cancelled:
             raise asyncio.CancelledError
+
+
+def _run(started: threading.Event, fn: Callable[..., T], args: tuple[Any, ...]) -> T:
+    started.set()
+    return fn(*args)
 
 
 def _retrieved(future: asyncio.Future[Any]) -> None:
