@@ -189,12 +189,11 @@ class Lane:
                 self.lock.release()
 
     def _moved(self, entry: Entry, outcome: Outcome) -> None:
-        if self.trouble is not None:
-            log.warning("tier=%s works again", self.tier.name)
-        self.trouble, self.failing_since, self._not_before = None, None, 0.0
-        self._backoff.reset()
-        entry.reported = ""
-        if outcome.done:
+        if outcome.done:  # else nothing was done on this tier, which tells nothing of its health
+            if self.trouble is not None:
+                log.warning("tier=%s works again", self.tier.name)
+            self.trouble, self.failing_since, self._not_before = None, None, 0.0
+            self._backoff.reset()
             del self._entries[entry.attempt]
         else:
             entry.reason = f"waiting for {outcome.waiting}"
