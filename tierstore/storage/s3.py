@@ -43,7 +43,7 @@ class S3Storage:
         request_timeout_s: Seconds within which a request without a large body must be answered.
         stall_timeout_s: Seconds without a moved byte after which a transfer has stalled.
         concurrency: Transfers at once.
-        attempts: Tries of a request; uploads get three more, so that they outlive a restart of the server.
+        attempts: Tries of a request; those of uploads get three more, so that they outlive a restart of the server. 1: no retries.
 
     Raises:
         ConfigError: The URI or an option is wrong.
@@ -91,7 +91,12 @@ class S3Storage:
         self._requests = S3Requests(
             Clients(parsed, concurrency, _SLACK),
             Place(bucket=bucket, endpoint=parsed.endpoint_url, key_id=parsed.key_id),
-            Patience(request_timeout_s=request_timeout_s, stall_timeout_s=stall_timeout_s, attempts=attempts, part_attempts=attempts + 3),
+            Patience(
+                request_timeout_s=request_timeout_s,
+                stall_timeout_s=stall_timeout_s,
+                attempts=attempts,
+                part_attempts=attempts + 3 if attempts > 1 else 1,
+            ),
             clock or SystemClock(),
         )
 
