@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from tierstore.crashpoints import reach
-from tierstore.errors import IntegrityError, RefusedError, StorageError
+from tierstore.errors import IntegrityError, NotFoundError, RefusedError, StorageError
 from tierstore.format.index import FileEntry, Index, decode_index
 from tierstore.format.manifest import FileRecord, Manifest, decode_manifest
 from tierstore.format.record import Record
@@ -210,8 +210,8 @@ def _quarantining(context: CopyContext, view: AttemptView) -> OnDamage:
                 clock=context.clock,
                 allow=lambda records: (tier.name, file) not in read_state(tuple(records)).quarantined,
             )
-        except RefusedError:
-            return  # another process was first
+        except (RefusedError, NotFoundError):
+            return  # another process was first; or the authority has lost its log, and `recover` is reading the replicas
         except StorageError as error:  # the copy itself does not depend on this record
             log.warning("checkpoint=%s tier=%s file=%s damage not recorded: %s", view.attempt.folder, tier.name, file, error.message)
 
