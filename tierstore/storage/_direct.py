@@ -157,6 +157,19 @@ class OpenFile:
                 done += got
             return done
 
+    def read_bytes(self, nbytes: int, offset: int) -> bytes:
+        """Up to `nbytes` bytes from `offset`, through the page cache; fewer only at the end of the file."""
+        with self._used():
+            pieces: list[bytes] = []
+            done = 0
+            while done < nbytes:
+                piece = self._syscalls.pread(self._fd, nbytes - done, offset + done)
+                if not piece:
+                    break
+                pieces.append(piece)
+                done += len(piece)
+            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
     def _read_cached(self, buffer: memoryview, offset: int) -> int:
         """Takes what the page cache holds from `offset` on (six times as fast as the disk); returns how many bytes, in whole pages."""
         if not _CACHED_ONLY:

@@ -29,6 +29,8 @@ class Syscalls(Protocol):
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int: ...
 
+    def pread(self, fd: int, nbytes: int, offset: int) -> bytes: ...
+
     def preadv(self, fd: int, buffer: memoryview, offset: int, flags: int = 0) -> int: ...
 
     def fsync(self, fd: int) -> None: ...
@@ -75,6 +77,9 @@ class OsSyscalls:
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
         return os.pwrite(fd, data, offset)
+
+    def pread(self, fd: int, nbytes: int, offset: int) -> bytes:
+        return os.pread(fd, nbytes, offset)
 
     def preadv(self, fd: int, buffer: memoryview, offset: int, flags: int = 0) -> int:
         return os.preadv(fd, [buffer], offset, flags)

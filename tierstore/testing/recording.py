@@ -142,6 +142,9 @@ class RecordingFs:
                 self._ops.append(Op(kind="write", node=self._descriptors[fd], offset=offset, data=bytes(data[:wrote])))
             return wrote
 
+    def pread(self, fd: int, nbytes: int, offset: int) -> bytes:
+        return self._inner.pread(fd, nbytes, offset)
+
     def preadv(self, fd: int, buffer: memoryview, offset: int, flags: int = 0) -> int:
         return self._inner.preadv(fd, buffer, offset, flags)
 
