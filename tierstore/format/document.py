@@ -30,6 +30,7 @@ MAX_DOCUMENT_NBYTES = 256 << 20
 MAX_DEPTH = 100
 _MAX_DIGITS = 40  # of a JSON number; our own numbers have at most 24 characters
 _VERSION = re.compile(r"(0|[1-9]\d{0,5})\.(0|[1-9]\d{0,5})")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -146,7 +147,7 @@ def restore_json(value: Any, kind: str, depth: int = 0) -> Any:
 
 
 def load_json(data: bytes | bytearray | memoryview, what: str, *, max_nbytes: int) -> Any:
-    """Parses strict JSON from outside: UTF-8, no duplicate keys, no NaN literals, no huge numbers, bounded size and depth.
+    """Parses strict JSON from outside: UTF-8, no lone surrogates, no duplicate keys, no NaN literals, bounded numbers, size and depth.
 
     Raises:
         FormatError: Anything else; names `what`.
@@ -183,9 +184,14 @@ def load_json(data: bytes | bytearray | memoryview, what: str, *, max_nbytes: in
 
     try:
         text = str(data, "utf-8")
-        return json.loads(text, parse_int=number, parse_float=real, parse_constant=constant, object_pairs_hook=pairs)
+        value = json.loads(text, parse_int=number, parse_float=real, parse_constant=constant, object_pairs_hook=pairs)
+        if _SURROGATE.search(text):  # an escape may have made text that can't be written again
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        return value
     except UnicodeDecodeError as error:
         raise refuse(f"not UTF-8 at byte {error.start}", error) from error
+    except UnicodeEncodeError as error:
+        raise refuse("a text has lone surrogates", error) from error
     except json.JSONDecodeError as error:
         raise refuse(f"not JSON: {error.msg} at character {error.pos}", error) from error
     except RecursionError as error:

@@ -67,7 +67,7 @@ class ChunkSpec:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * dtype_named(self.dtype).itemsize
+        return math.prod(self.shape) * (DTYPES.get(self.dtype) or dtype_named(self.dtype)).itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,14 +132,15 @@ def plan_shard(
         if name not in names or alias in names:
             raise UsageError(f"alias {alias!r} of {name!r} collides or names no tensor of this shard", hint="each name is stored once")
     keys = _keys(ordered, names | aliases.keys())
-    rows = [(key, *stored_as(dtype_named(spec.dtype), spec.shape), spec.nbytes) for key, spec in zip(keys, ordered, strict=True)]
+    sizes = [spec.nbytes for spec in ordered]
+    rows = [(key, *stored_as(DTYPES[spec.dtype], spec.shape), size) for key, spec, size in zip(keys, ordered, sizes, strict=True)]
     metadata = _metadata(keys, ordered, aliases, facts or {})
     header = encode_header(rows, metadata, DATA_ALIGNMENT)
     placements = []
     at = len(header)
-    for key, spec in zip(keys, ordered, strict=True):
-        placements.append(Placement(spec=spec, begin=at, end=at + spec.nbytes, key=key))
-        at += spec.nbytes
+    for key, spec, size in zip(keys, ordered, sizes, strict=True):
+        placements.append(Placement(spec=spec, begin=at, end=at + size, key=key))
+        at += size
     return ShardPlan(header=header, placements=tuple(placements), nbytes=at, aliases=MappingProxyType(aliases))
 
 
@@ -156,20 +157,19 @@ def _check_chunks(specs: Sequence[ChunkSpec]) -> set[str]:
 
 def _order(spec: ChunkSpec) -> tuple[int, bool, bytes, tuple[int, ...]]:
     nbytes = spec.nbytes
-    return -dtype_named(spec.dtype).itemsize, nbytes > SMALL_NBYTES, spec.name.encode("utf-8", "surrogatepass"), spec.offsets
+    return -DTYPES[spec.dtype].itemsize, nbytes > SMALL_NBYTES, spec.name.encode("utf-8", "surrogatepass"), spec.offsets
 
 
 def _check_spec(spec: ChunkSpec) -> None:
-    dtype_named(spec.dtype)
     if spec.dtype not in DTYPES:
+        dtype_named(spec.dtype)
         raise UsageError(f"tensor {spec.name!r}: write the dtype without its prefix, not {spec.dtype!r}")
-    ndim = len(spec.global_shape)
-    if ndim > MAX_NDIM - 1 or len(spec.shape) != ndim or len(spec.offsets) != ndim:
-        raise UsageError(f"tensor {spec.name!r}: shape {spec.shape}, offsets {spec.offsets} and global shape {spec.global_shape} don't fit")
-    if any(not 0 <= n <= _MAX_DIM for n in (*spec.shape, *spec.offsets, *spec.global_shape)) or any(
-        o + n > g for o, n, g in zip(spec.offsets, spec.shape, spec.global_shape, strict=True)
-    ):
-        raise UsageError(f"tensor {spec.name!r}: a chunk {spec.shape} at {spec.offsets} lies outside the shape {spec.global_shape}")
+    shape, whole, offsets = spec.shape, spec.global_shape, spec.offsets
+    if not len(shape) == len(offsets) == len(whole) < MAX_NDIM:
+        raise UsageError(f"tensor {spec.name!r}: shape {shape}, offsets {offsets} and global shape {whole} don't fit")
+    for size, offset, limit in zip(shape, offsets, whole, strict=True):
+        if size < 0 or offset < 0 or not offset + size <= limit <= _MAX_DIM:
+            raise UsageError(f"tensor {spec.name!r}: a chunk {shape} at {offsets} lies outside the shape {whole}")
 
 
 def _keys(ordered: Sequence[ChunkSpec], names: set[str]) -> list[str]:

@@ -147,6 +147,15 @@ def test_absurd_nesting_is_refused_both_ways() -> None:
         decode_document(b"[" * 1_000_000, "k")
 
 
+def test_surrogate_pairs_are_read_and_lone_ones_refused() -> None:
+    def document(text: str) -> bytes:
+        return b'{"format":"k","format_version":"1.0","a":"' + text.encode() + b'"}'
+
+    assert decode_document(document("\\ud83d\\ude42"), "k")["a"] == "🙂"
+    with pytest.raises(FormatError, match="lone surrogates"):
+        decode_document(document("\\ude42\\ud83d"), "k")
+
+
 def test_a_document_over_its_bound_is_refused_before_it_is_parsed() -> None:
     with pytest.raises(FormatError, match="1,001 bytes are more than the 1,000 allowed"):
         decode_document(b"x" * 1001, "k", max_nbytes=1000)

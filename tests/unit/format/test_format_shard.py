@@ -191,6 +191,7 @@ BAD_FILES = {
     "not JSON": (file_of(b"{]"), "not JSON"),
     "not UTF-8": (file_of(b'{"\xff":1}'), "not UTF-8"),
     "duplicate": (file_of(b'{"a":1,"a":2}'), "twice"),
+    "lone surrogate": (file_of(b'{"\\udc00":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'), "lone surrogates"),
     "NaN": (file_of(b'{"a":NaN}'), "no JSON"),
     "huge number": (file_of(b'{"a":' + b"9" * 5000 + b"}"), "5000 digits"),
     "infinite number": (file_of(b'{"a":1e999}'), "no finite"),
