@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable
 
 from tierstore.config_models import StoreConfig, TierConfig
 from tierstore.errors import AccessError, ConfigError, ConflictError, NotFoundError, StorageError, TierStoreError
+from tierstore.names import DESCRIPTOR
 from tierstore.storage.contract import Storage
 from tierstore.storage.opening import open_storage
 from tierstore.storage.probe import probe
@@ -152,7 +154,8 @@ def _common_id(found: dict[str, str | None], authority: Tier, tiers: tuple[Tier,
 
 
 async def _prove_authority(tier: Tier, *, new: bool) -> None:
-    """Create-if-absent has one winner: tried in full when a store begins, and in short at every later opening (PROTOCOLS.md §1, §3).
+    """Create-if-absent has one winner (PROTOCOLS.md §1, §3): tried in full when a store begins; later in short, and only where a server
+    that may have changed since answers. A local file system's link is the kernel's, and a trial costs several fsyncs.
 
     Raises:
         ConfigError: It does not hold.
@@ -165,8 +168,10 @@ async def _prove_authority(tier: Tier, *, new: bool) -> None:
         if not report.can_be_authority:
             raise _no_authority(tier, "; ".join(f"{check.name}: {check.detail.splitlines()[0]}" for check in report.failures))
         return
-    folder = f".tierstore-probe-{secrets.token_hex(8)}"
-    path = f"{folder}/raced"
+    if tier.storage.capabilities.local:
+        await _prove_writable(tier)
+        return
+    path = f".tierstore-probe-{secrets.token_hex(8)}/raced"
     first, second = (f"{number} {secrets.token_hex(8)}".encode() for number in (1, 2))
     try:
         await tier.storage.create(path, first)
@@ -181,7 +186,16 @@ async def _prove_authority(tier: Tier, *, new: bool) -> None:
 
 
 async def _prove_writable(tier: Tier) -> None:
-    """A tier that every save goes to first is tried now: an error here is worth more than one in the background, hours later."""
+    """A tier that every save needs is tried now: an error here is worth more than one in the background, hours later.
+
+    Raises:
+        AccessError: It can't be written.
+    """
+    descriptor = tier.storage.local_path(DESCRIPTOR)
+    if descriptor is not None:  # the operating system tells without a write (and without its fsync)
+        if descriptor.exists() and not os.access(descriptor.parent, os.W_OK | os.X_OK):
+            raise AccessError(f"{descriptor.parent} is not writable", hint="check its owner and mode, and that it is not mounted read-only")
+        return
     path = f".tierstore-probe-{secrets.token_hex(8)}/written"
     try:
         await tier.storage.put(path, b"probe")
