@@ -120,7 +120,7 @@ class _Planner:
         self.used: set[str] = set()
         self.matched = 0
         self.problems: dict[str, list[tuple[str, str]]] = {kind: [] for kind in ("missing", "unexpected", "shape", "dtype", "kind")}
-        self.memory: dict[Any, tuple[TensorEntry, str]] = {}
+        self.memory: dict[Any, TensorEntry] = {}
 
     # ---- the walk: each visit returns what makes the value of its place, later
 
@@ -137,7 +137,7 @@ class _Planner:
 
     def mapping(self, into: dict[Any, Any], node: Any, place: Place) -> _Finish:
         if not isinstance(node, dict):
-            if node is not _ABSENT and not self.by_name:
+            if node is not _ABSENT:
                 self.note("kind", place, f"is a {type(into).__name__} in `into`, stored as {_describe(node)}")
                 return lambda build: into
             node = {}
@@ -232,29 +232,25 @@ class _Planner:
             return
         if target.numel() == 0:
             return
-        key = (target.device, target.data_ptr(), target.shape, target.stride(), target.dtype)
-        before = self.memory.setdefault(key, (entry, name))
-        if before[1] == name and before[0] is not entry:
-            return  # tied in `into`, and the same stored tensor
-        if before[0] is not entry:
-            if (before[0].dtype, before[0].extents) != (entry.dtype, entry.extents):
-                self.plan.ties.append((before[0], entry, name_of(place)))
-            return
-        self.plan.fills.append(Fill(entry=entry, box=box, target=target))
+        memory = (target.device, target.data_ptr(), target.shape, target.stride(), target.dtype)
+        before = self.memory.setdefault(memory, entry)
+        if before is entry:
+            self.plan.fills.append(Fill(entry=entry, box=box, target=target))
+        elif (before.dtype, before.extents) != (entry.dtype, entry.extents):  # tied in `into`, stored apart
+            self.plan.ties.append((before, entry, name_of(place)))
 
     def castable(self, entry: TensorEntry, target: torch.Tensor, place: Place) -> bool:
-        wanted = dtype_name(target.dtype)
-        if self.options.dtype == "cast":
-            try:
-                torch.zeros(1, dtype=torch.uint8).expand(16)[: torch_dtype(entry.dtype).itemsize].clone().view(torch_dtype(entry.dtype)).to(
-                    target.dtype
-                )
-            except (RuntimeError, NotImplementedError):
-                self.note("dtype", place, f"is {wanted} in `into`, {entry.dtype} stored, and torch can't convert that")
-                return False
-            return True
-        self.note("dtype", place, f"is {wanted} in `into`, {entry.dtype} stored")
-        return False
+        found = f"is {dtype_name(target.dtype)} in `into`, {entry.dtype} stored"
+        if self.options.dtype == "exact":
+            self.note("dtype", place, found)
+            return False
+        stored = torch_dtype(entry.dtype)
+        try:
+            torch.zeros(stored.itemsize, dtype=torch.uint8, device="cpu").view(stored).to(target.dtype)
+        except (RuntimeError, NotImplementedError):
+            self.note("dtype", place, f"{found}, and torch can't convert that")
+            return False
+        return True
 
     def sparse(self, into: torch.Tensor, node: Opaque, place: Place) -> _Finish:
         keep: _Finish = lambda build: into  # noqa: E731
@@ -276,7 +272,7 @@ class _Planner:
 
         def finish(build: Build) -> Any:
             with torch.no_grad():
-                into.detach().copy_(build(node))
+                into.copy_(build(node))  # not on a detached twin: it has sparse components of its own
             return into
 
         return finish

@@ -171,12 +171,12 @@ class _Build:
     def sparse(self, facts: Mapping[str, Any]) -> torch.Tensor:
         layout = getattr(torch, facts["layout"])
         parts = [self.build(facts["parts"][part]) for part in COMPONENTS[layout]]
+        shape, device = facts["shape"], parts[-1].device  # said explicitly: a default device that the caller set must not matter
         if layout is torch.sparse_coo:
-            value = torch.sparse_coo_tensor(
-                parts[0], parts[1], facts["shape"], is_coalesced=facts.get("coalesced", False), check_invariants=True
-            )
+            coalesced = facts.get("coalesced", False)
+            value = torch.sparse_coo_tensor(parts[0], parts[1], shape, device=device, is_coalesced=coalesced, check_invariants=True)
         else:
-            value = torch.sparse_compressed_tensor(parts[0], parts[1], parts[2], facts["shape"], layout=layout, check_invariants=True)
+            value = torch.sparse_compressed_tensor(parts[0], parts[1], parts[2], shape, layout=layout, device=device, check_invariants=True)
         return _dressed(value, facts)
 
 
