@@ -8,7 +8,6 @@ import math
 import os
 import platform
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -102,6 +101,7 @@ class Store:
         self.run = check_run(config.run)
         self.rank, self.world_size = rank, world_size
         self._clock = clock or SystemClock()
+        self._given_codecs = codecs
         self._codecs = codecs or default_codecs()
         self._session = Session.open(config, clock=self._clock)
         self._cache = RecordCache()
@@ -115,7 +115,7 @@ class Store:
         self._saved: dict[int, str] = {}
         self._pid = os.getpid()
         self._closed = False
-        _register_exit(self)
+        self._exit_hook = _ExitHook(self)
 
     # ---- saving
 
@@ -307,6 +307,7 @@ class Store:
             if self._closed:
                 return
             self._closed = True
+        self._exit_hook.forget()
         if os.getpid() != self._pid:
             return  # a forked child owns none of this
         try:
@@ -331,7 +332,7 @@ class Store:
         return f"Store(run={self.run!r}, tiers={[t.name for t in self.config.tiers]})"
 
     def __reduce__(self) -> Any:
-        return _reopen, (self.config, self.rank, self.world_size, self._codecs)
+        return _reopen, (self.config, self.rank, self.world_size, self._given_codecs)
 
     # ---- inside
 
@@ -396,24 +397,29 @@ class Store:
         return load_state(replica, self._session.run, into=into, options=options, rank=self.rank, codecs=self._codecs)
 
 
-def _reopen(config: StoreConfig, rank: int, world_size: int, codecs: ObjectCodecs) -> Store:
+def _reopen(config: StoreConfig, rank: int, world_size: int, codecs: ObjectCodecs | None) -> Store:
     return Store(config, rank=rank, world_size=world_size, codecs=codecs)
 
 
-def _register_exit(store: Store) -> None:
-    """Drains the store when the interpreter ends.
+class _ExitHook:
+    """Drains a store that was not closed when the interpreter ends; until then it keeps the store, and so its background work, alive.
 
     The hook must run before Python's own thread pools are shut down, which happens before ordinary atexit callbacks: threading
     has such a hook (used by concurrent.futures itself), private by name; atexit is the fallback.
     """
-    reference = weakref.ref(store)
 
-    def drain() -> None:
-        alive = reference()
-        if alive is not None and not alive._closed and os.getpid() == alive._pid:
-            try:
-                alive.close()
-            except TierStoreError as error:
-                log.error("run=%s closing at exit: %s", alive.run, error)
+    def __init__(self, store: Store) -> None:
+        self._store: Store | None = store
+        self._pid = os.getpid()
+        getattr(threading, "_register_atexit", atexit.register)(self._drain)
 
-    getattr(threading, "_register_atexit", atexit.register)(drain)
+    def forget(self) -> None:
+        self._store = None
+
+    def _drain(self) -> None:
+        if self._store is None or os.getpid() != self._pid:
+            return
+        try:
+            self._store.close()
+        except TierStoreError as error:
+            log.error("closing at exit: %s", error)
