@@ -1,6 +1,6 @@
 """A trainer to be killed: saves deterministic states through the tiers and prints what was acknowledged, one JSON line each.
 
-    python crash_child.py '{"tiers": [...], "steps": 3, "nbytes": 3000000, "sync": true}'
+python crash_child.py '{"tiers": [...], "steps": 3, "nbytes": 3000000, "sync": true}'
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ def check_promises(tiers: Sequence[Any], acked: set[int], staged: set[int], *, n
         found = {c.attempt.step for c in store.checkpoints()}
         assert acked | staged <= found, f"staged before the crash, but not adopted: {sorted(staged - found)}"
         if found:
-            assert resumed is not None and resumed.step == max(found)
+            assert resumed is not None
+            assert resumed.step == max(found)
         for step in sorted(found):
             assert_same_state(store.load(step), state_of(step, nbytes))
         again = max(found, default=0) + 1

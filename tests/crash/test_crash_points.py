@@ -46,7 +46,8 @@ def test_a_crash_around_an_upload_loses_nothing_acknowledged(
 
 def test_every_registered_point_is_reached(tmp_path: Path, s3_bucket: str, s3_options: dict[str, Any]) -> None:
     log = tmp_path / "passed"
-    child = start_child(s3_tiers(tmp_path, s3_bucket, s3_options), steps=1, sync=True, env={"TIERSTORE_CRASH_LOG": str(log)}, nbytes=20_000_000)
+    tiers = s3_tiers(tmp_path, s3_bucket, s3_options)
+    child = start_child(tiers, steps=1, sync=True, env={"TIERSTORE_CRASH_LOG": str(log)}, nbytes=20_000_000)
     _, errors = child.communicate(timeout=100)
     assert child.returncode == 0, errors
     assert set(log.read_text().split()) == set(CRASH_POINTS)

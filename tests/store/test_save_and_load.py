@@ -107,7 +107,8 @@ def test_any_one_tier_alone_is_enough(tmp_path: Path) -> None:
         shutil.rmtree(copy / lose)
         with tierstore.open(tiers_of(copy), run="r") as store:
             resumed = store.resume()
-            assert resumed is not None and resumed.step == 7
+            assert resumed is not None
+            assert resumed.step == 7
             assert_same_state(resumed.state, small_state(7.0))
         shutil.rmtree(copy)
 
@@ -120,7 +121,8 @@ def test_a_flipped_bit_on_the_nearest_tier_is_passed_over_loudly(tmp_path: Path,
         flip_a_bit(shard, shard.stat().st_size - 1)
         with caplog.at_level(logging.WARNING):
             assert_same_state(store.load(1), small_state())
-    assert "node" in caplog.text and shard.name in caplog.text
+    assert "node" in caplog.text
+    assert shard.name in caplog.text
 
 
 def test_damage_on_every_tier_is_an_error_or_a_loud_step_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -133,9 +135,11 @@ def test_damage_on_every_tier_is_an_error_or_a_loud_step_back(tmp_path: Path, ca
             flip_a_bit(shard, shard.stat().st_size - 1)
         with pytest.raises(IntegrityError) as caught:
             store.resume()
-        assert "node" in str(caught.value) and "shared" in str(caught.value)
+        assert "node" in str(caught.value)
+        assert "shared" in str(caught.value)
         resumed = store.resume(fallback=True)
-        assert resumed is not None and (resumed.step, resumed.skipped) == (10, (20,))
+        assert resumed is not None
+        assert (resumed.step, resumed.skipped) == (10, (20,))
         assert "step=20" in caplog.text
 
 
@@ -179,10 +183,11 @@ def test_what_can_not_be_stored_is_refused_by_its_place(tmp_path: Path) -> None:
         for value, named in bad:
             with pytest.raises(UnsupportedTypeError) as caught:
                 store.save(1, {"outer": [{"inner": value}]})
-            assert "inner" in str(caught.value) and named in str(caught.value)
+            assert "inner" in str(caught.value)
+            assert named in str(caught.value)
         with pytest.warns(UserWarning, match="deprecated"):
             quantised = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-        with pytest.raises(UnsupportedTypeError, match="[Qq]uant"):
+        with pytest.raises(UnsupportedTypeError, match=r"[Qq]uant"):
             store.save(1, {"q": quantised})
         sparse = torch.tensor([[0.0, 1.0], [2.0, 0.0]]).to_sparse()
         store.save(2, {"s": sparse}).wait("durable", timeout=60)
@@ -192,7 +197,8 @@ def test_what_can_not_be_stored_is_refused_by_its_place(tmp_path: Path) -> None:
 
 def test_what_does_not_exist_is_answered_with_the_nearest_name(tmp_path: Path) -> None:
     with tierstore.open(tiers_of(tmp_path), run="llama-sft") as store:
-        assert store.resume() is None and store.latest() is None
+        assert store.resume() is None
+        assert store.latest() is None
         with pytest.raises(NotFoundError):
             store.load()
         store.save(100, small_state()).wait("durable", timeout=60)
@@ -241,7 +247,7 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
 def test_a_store_travels_by_pickle(tmp_path: Path) -> None:
     with tierstore.open(tiers_of(tmp_path), run="r") as store:
         store.save(1, small_state()).wait("durable", timeout=60)
-        with pickle.loads(pickle.dumps(store)) as other:
+        with pickle.loads(pickle.dumps(store)) as other:  # noqa: S301 - our own bytes
             assert_same_state(other.load(1), small_state())
 
 
@@ -285,7 +291,8 @@ def test_a_forked_child_is_told_to_open_its_own_store(tmp_path: Path) -> None:
         """,
     )
     assert done.returncode == 0, done.stderr
-    assert "child: closed" in done.stdout and "child loads 8.0" in done.stdout
+    assert "child: closed" in done.stdout
+    assert "child loads 8.0" in done.stdout
 
 
 def test_should_save_follows_the_configuration(tmp_path: Path) -> None:
