@@ -6,6 +6,7 @@ import os
 import platform
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 from rich.text import Text
@@ -50,7 +51,7 @@ class _Demo:
         self.place = place
         self.story = Story(cli.terminal)
         self.steps = steps
-        self.every = max(1, steps // 12)
+        self.every = max(1, steps // 8)
         self.total = steps + self.every
         self.killed_at = 0
         self.ours = Tally()
@@ -219,11 +220,14 @@ class _Demo:
     def _continue(self, name: str, *, until: int, digests: tuple[int, ...]) -> int | None:
         """Runs a process that resumes; returns the step that it resumed from."""
         resumed: int | None = None
+        kinds: Counter[str] = Counter()
         with self._trainee(self._spec(until=until, digests=digests), name) as trainee, self.story.bar("training", 0, until) as bar:
             for event in trainee.events():
                 self.ours.note(event)
                 if event["event"] == "warning":
-                    self.story.tell(f"  warning: {event['text']}", "yellow", event="warning")
+                    if event["kind"] not in kinds:  # one of each kind; the checkpoints' own are in the table
+                        self.story.tell(f"  warning: {event['text']}", "yellow", event="warning")
+                    kinds[event["kind"]] += 1
                 elif event["event"] == "resumed":
                     resumed = event["step"]
                     took = format_duration(event["seconds"])
@@ -232,6 +236,8 @@ class _Demo:
                     bar.step(event["step"], event["loss"])
                 elif event["event"] == "level":
                     self._tell_save(event)
+        if more := kinds.total() - len(kinds):
+            self.story.tell(f"  and {more} warnings like these, of other checkpoints or of a second look.", "yellow")
         return resumed
 
     def _describe_training(self, event: dict[str, object]) -> None:
@@ -275,7 +281,11 @@ class _Demo:
             self.story.tell(text, "bold green", event="digest", equal=True, step=step, sha256=digest)
 
     def _show_catalog(self) -> Catalog:
-        with Session.open(load_config(self.place.config), clock=self.cli.clock, create=False) as session:
+        # What its warnings say, the table says too.
+        with (
+            self.cli.terminal.logging(quiet=True),
+            Session.open(load_config(self.place.config), clock=self.cli.clock, create=False) as session,
+        ):
             catalog = session.run(scan(session.tiers, RUN))
             copies = pending(catalog, session.tiers)
         self.story.table(catalog_table(catalog, copies, self.cli.clock.now()), catalog_summary(catalog))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import statistics
@@ -13,7 +14,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
@@ -46,7 +46,8 @@ class Story:
 
     def chapter(self, title: str) -> None:
         self._chapter += 1
-        self._terminal.show("", Rule(Text(f"{self._chapter}. {title}", style="bold"), align="left", style="dim"))
+        heading = f"{self._chapter}. {title} "
+        self._terminal.show("", Text.assemble((heading, "bold"), ("─" * max(0, 78 - len(heading)), "dim")))
         self._terminal.emit({"type": "chapter", "number": self._chapter, "title": title})
 
     def tell(self, text: str, style: str = "", **facts: Any) -> None:
@@ -125,7 +126,7 @@ def program_name() -> str:
         return "tierstore"
     script = Path(sys.argv[0])
     if script.name == "tierstore" and script.exists():
-        return shlex.quote(str(script))
+        return shlex.quote(min(str(script), os.path.relpath(script), key=len))
     return f"{shlex.quote(sys.executable)} -m tierstore"
 
 

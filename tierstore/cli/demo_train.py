@@ -69,7 +69,7 @@ class _Events(logging.Handler):
         self._emit = emit
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._emit({"event": "warning", "text": record.getMessage()})
+        self._emit({"event": "warning", "kind": str(record.msg), "text": record.getMessage()})
 
 
 def _run(trainer: Trainer, spec: TrainSpec, emit: Emit, save: Callable[[int], None]) -> None:

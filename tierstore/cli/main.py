@@ -42,7 +42,7 @@ def _root(
 @verb
 def demo(
     cli: Cli,
-    steps: Annotated[int, typer.Option("--steps", min=6, max=100_000, help="Training steps.")] = 120,
+    steps: Annotated[int, typer.Option("--steps", min=6, max=100_000, help="Training steps.")] = 96,
     directory: Annotated[
         Path, typer.Option("--directory", "-d", metavar="DIR", help="Where the demo's tiers lie; an earlier demo's are replaced.")
     ] = Path("tierstore-demo"),

@@ -8,6 +8,7 @@ import math
 import shutil
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -20,6 +21,9 @@ from tierstore.clock import utc_text
 from tierstore.errors import TierStoreError
 
 __all__ = ["Terminal", "plain_json"]
+
+_ALIKE = 3
+"""So many log lines of one kind are shown."""
 
 _WIDE = 10_000
 """Columns where the output is no terminal and COLUMNS does not say how wide: a table for `grep` is not cut."""
@@ -75,30 +79,45 @@ class Terminal:
             self._labelled("hint", hint, "cyan")
 
     @contextmanager
-    def logging(self) -> Iterator[None]:
-        """While it lasts, tierstore's log goes to stderr: warnings, with ``-v`` information, with ``-q`` errors only."""
+    def logging(self, *, quiet: bool = False) -> Iterator[None]:
+        """While it lasts, tierstore's log goes to stderr: warnings, with ``-v`` information, with ``-q`` (or `quiet`) errors only."""
         logger = logging.getLogger("tierstore")
-        handler, before = _LogLines(self), logger.level
-        logger.addHandler(handler)
-        logger.setLevel(logging.ERROR if self.quiet else (logging.WARNING, logging.INFO, logging.DEBUG)[min(self.verbose, 2)])
+        handler, before, propagated = _LogLines(self), logger.level, logger.propagate
+        others, logger.handlers = logger.handlers, [handler]
+        logger.propagate = False  # logging's last resort would print the same once more
+        logger.setLevel(logging.ERROR if quiet or self.quiet else (logging.WARNING, logging.INFO, logging.DEBUG)[min(self.verbose, 2)])
         try:
             yield
         finally:
-            logger.removeHandler(handler)
+            logger.handlers, logger.propagate = others, propagated
             logger.setLevel(before)
+            handler.conclude()
 
     def _labelled(self, label: str, message: str, style: str) -> None:
         self.err.print(Text.assemble((f"{label}:", style), " ", message))
 
 
 class _LogLines(logging.Handler):
+    """Log records as ``warning: …`` on stderr. Of many alike (one for each checkpoint, say) the first few, unless ``-v``."""
+
     def __init__(self, terminal: Terminal) -> None:
         super().__init__()
         self._terminal = terminal
+        self._seen: Counter[str] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
+        kind = str(record.msg)
+        self._seen[kind] += 1
+        if self._seen[kind] > _ALIKE and not self._terminal.verbose:
+            return
         style = "bold red" if record.levelno >= logging.ERROR else "yellow" if record.levelno >= logging.WARNING else "dim"
         self._terminal._labelled(record.levelname.lower(), record.getMessage(), style)
+
+    def conclude(self) -> None:
+        """Says how many were left out."""
+        more = sum(count - _ALIKE for count in self._seen.values() if count > _ALIKE)
+        if more and not self._terminal.verbose:
+            self._terminal._labelled("warning", f"{more} more like these; -v shows all", "yellow")
 
 
 def plain_json(value: Any) -> Any:
