@@ -29,7 +29,7 @@ from tiers_kit import (
 from tierstore.errors import FormatError, IntegrityError, NotFoundError, TemporaryError, VersionError
 from tierstore.format.digest import digest_of
 from tierstore.format.objects import decode_objects
-from tierstore.names import MANIFEST, Attempt, shard_name
+from tierstore.names import INDEX, MANIFEST, OBJECTS, Attempt, part_name, shard_name
 from tierstore.storage.contract import Storage
 from tierstore.tiers.catalog import CheckpointInfo, scan
 from tierstore.tiers.replica import Replica, Want, open_replica
@@ -233,6 +233,18 @@ def test_when_all_tiers_are_down_the_error_says_so_and_not_damage(tmp_path: Path
     tiers = tiers_in(tmp_path, wrap={NEAR: down, SHARED: down, FAR: down})
     with pytest.raises(TemporaryError, match=r"node: .*shared: .*far: "):
         run(open_replica(tiers, info))
+
+
+def test_a_document_is_given_out_proved(tmp_path: Path) -> None:
+    tiers, attempt = saved_everywhere(tmp_path)
+    info = info_of(tiers)
+    wanted = {name: path_of(tiers, SHARED, attempt, name).read_bytes() for name in (MANIFEST, INDEX, OBJECTS, part_name(1))}
+    for name in wanted:
+        flip(path_of(tiers, NEAR, attempt, name))
+    replica = run(open_replica(tiers, info))
+    assert {name: run(replica.document(name)) for name in wanted} == wanted
+    with pytest.raises(NotFoundError, match="no file 'x'"):
+        run(replica.document("x"))
 
 
 def test_a_node_serves_its_own_ranks_and_the_rest_comes_from_further_away(tmp_path: Path) -> None:

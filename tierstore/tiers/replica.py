@@ -72,6 +72,7 @@ class Replica:
         self._absent: set[tuple[str, str]] = set()
         self._down: dict[str, TierStoreError] = {}
         self._objects: bytes | None = None
+        self._manifest_document = b""
         self._entries: dict[str, FileEntry] = {}
 
     @property
@@ -89,6 +90,21 @@ class Replica:
         if self._objects is None:
             self._objects = await self._document(self._record(OBJECTS))
         return await asyncio.to_thread(split_objects, self._objects, rank)
+
+    async def document(self, name: str) -> bytes:
+        """A small file (manifest, index, objects, a part record) as a whole, proved.
+
+        Raises:
+            IntegrityError: No tier has a good copy of it.
+            NotFoundError: The manifest names no such file.
+        """
+        if name == MANIFEST:
+            return self._manifest_document
+        if name not in (f.name for f in self.manifest.files):
+            raise NotFoundError(
+                f"the checkpoint in {self.info.attempt.folder} has no file {name!r}", hint="see `tierstore show`", file=name
+            )
+        return await self._document(self._record(name))
 
     async def read(self, wants: Sequence[Want], *, verify: bool = True) -> None:
         """Fills the buffers of all `wants` from the nearest good copies.
@@ -260,6 +276,7 @@ class Replica:
                 raise IntegrityError("its SHA-256 is not the one in the commit record")
 
         document = await self._proved(MANIFEST, info.manifest_nbytes, prove_manifest)
+        self._manifest_document = document
         self.manifest = await asyncio.to_thread(decode_manifest, document)
         claimed = (self.manifest.run, self.manifest.step, self.manifest.save_id)
         if claimed != (info.attempt.run, info.attempt.step, info.attempt.save_id):
