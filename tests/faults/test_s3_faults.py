@@ -393,6 +393,7 @@ def test_a_missing_bucket_is_named_with_its_remedy(s3_options: dict[str, Any]) -
             storage.create("file", b"x"),
             storage.list(),
             storage.children(),
+            storage.stat("file"),
             storage.write("file", PatternSource(pattern(9 * MIB))),
         )
         for call in calls:

@@ -123,7 +123,10 @@ class Storage(Protocol):
         """Every file below `folder`, at any depth (``""``: the root), temporaries of `names.TMP` left out; empty if absent."""
 
     async def children(self, folder: str = "") -> Listing:
-        """One level of `folder`: its files and the names of its sub-folders; empty if absent."""
+        """One level of `folder`: its files and the names of its sub-folders; empty if absent.
+
+        On an object store a folder's name is only a hint: SeaweedFS shows an emptied one for a while.
+        """
 
     async def delete(self, paths: Sequence[str]) -> None:
         """Removes files, durably; a missing one is fine. Folders that became empty vanish. Batched where the storage can."""

@@ -45,6 +45,8 @@ def open_storage(
         ConfigError: The protocol is unknown (names the package to install), or an option is wrong.
     """
     text = plain_uri(uri)
+    if "::" in text and "://" in text:
+        raise ConfigError(f"{text!r} is a chained URI", hint="name the storage itself: a tier is its own cache")
     found = _SCHEME.match(text)
     scheme = found[1].lower() if found else ""
     settings: dict[str, Any] = {} if part_nbytes is None else {"part_nbytes": part_nbytes}

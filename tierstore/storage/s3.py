@@ -9,6 +9,7 @@ from typing import Any
 
 from tierstore.clock import Clock, SystemClock
 from tierstore.errors import (
+    AccessError,
     ConfigError,
     IntegrityError,
     NotFoundError,
@@ -21,7 +22,7 @@ from tierstore.storage.contract import Capabilities, FileInfo, Listing, Source
 from tierstore.storage.s3_client import Clients, Patience, S3Requests
 from tierstore.storage.s3_create import Creation
 from tierstore.storage.s3_download import Download
-from tierstore.storage.s3_errors import Place
+from tierstore.storage.s3_errors import Place, no_bucket
 from tierstore.storage.s3_options import parse_s3_options, split_s3_uri
 from tierstore.storage.s3_upload import MIB, Checksums, Uploaded, part_nbytes_for, put_object, put_parts
 
@@ -87,6 +88,7 @@ class S3Storage:
             read_timeout_s=stall_timeout_s,
         )
         self._endpoint = parsed.endpoint_url
+        self._bucket_seen = False
         self._checksums = Checksums(parsed.checksums)
         self._requests = S3Requests(
             Clients(parsed, concurrency, _SLACK),
@@ -181,7 +183,11 @@ class S3Storage:
 
     async def stat(self, path: str) -> FileInfo:
         key = self._key(path)
-        head = await self._requests.send("looking at", key, "head_object", Key=key, ChecksumMode="ENABLED")
+        try:
+            head = await self._requests.send("looking at", key, "head_object", Key=key, ChecksumMode="ENABLED")
+        except NotFoundError:
+            await self._check_bucket()  # the answer to a HEAD has no body that would tell a missing bucket from a missing object
+            raise
         sha256 = str(head.get("ChecksumSHA256") or "")
         return FileInfo(
             path=path,
@@ -190,6 +196,17 @@ class S3Storage:
             etag=str(head.get("ETag") or "").strip('"'),
             checksum=f"sha256:{sha256}" if sha256 else "",
         )
+
+    async def _check_bucket(self) -> None:
+        if self._bucket_seen:
+            return
+        try:
+            await self._requests.send("looking at", "", "head_bucket")
+        except NotFoundError as error:
+            raise no_bucket(self._requests.place) from error
+        except AccessError:  # a key that may read objects need not be allowed to look at their bucket
+            return
+        self._bucket_seen = True
 
     # Deleting
 

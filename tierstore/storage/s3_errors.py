@@ -37,7 +37,7 @@ from tierstore.errors import (
     TierStoreError,
 )
 
-__all__ = ["S3_FAILURES", "Place", "Refusal", "parse_http_date", "refusal", "translate", "was_never_sent"]
+__all__ = ["S3_FAILURES", "Place", "Refusal", "no_bucket", "parse_http_date", "refusal", "translate", "was_never_sent"]
 
 S3_FAILURES: tuple[type[Exception], ...] = (OSError, asyncio.TimeoutError, BotoCoreError, ClientError, AiohttpError, ValueError)
 """What s3fs, aiobotocore and aiohttp raise for a failed request (OSError: s3fs translates a server's answer into one)."""
@@ -206,15 +206,20 @@ def translate(error: BaseException, doing: str, key: str, place: Place, now: dat
     return StorageError(f"{what}: failed ({type(error).__name__})", hint="see the cause in the log with --debug", **context)
 
 
+def no_bucket(place: Place) -> NotFoundError:
+    return NotFoundError(
+        f"the bucket {place.bucket!r} does not exist on {place.endpoint or 'AWS S3'}",
+        hint=f"make it (aws s3 mb s3://{place.bucket}), or correct the tier's URI",
+        bucket=place.bucket,
+        code="NoSuchBucket",
+    )
+
+
 def _translate_refusal(answer: Refusal, what: str, where: str, place: Place, context: dict[str, str], now: datetime) -> TierStoreError:
     code = answer.code
     context = {**context, "code": code}
     if code == "NoSuchBucket":
-        return NotFoundError(
-            f"the bucket {place.bucket!r} does not exist on {where}",
-            hint=f"make it (aws s3 mb s3://{place.bucket}), or correct the tier's URI",
-            **context,
-        )
+        return no_bucket(place)
     if answer.missing:
         return NotFoundError(f"{what}: there is no such object", hint="it was deleted, or never written", **context)
     if code in ("RequestTimeTooSkewed", "RequestExpired"):

@@ -34,7 +34,7 @@ class Checksums:
         self._mode = mode
         self.sent = mode != "off"
 
-    def of(self, sha256: str) -> dict[str, str]:
+    def of(self, sha256: str) -> dict[str, Any]:
         """The arguments of a PUT or of a part whose SHA-256 (base64) this is."""
         return {"ChecksumSHA256": sha256} if self.sent else {}
 
@@ -149,7 +149,7 @@ class _Upload:
     async def begin(self) -> None:
         # A creation whose answer was lost leaves an empty upload that nobody knows: the sweep finds it.
         while True:
-            algorithm = {"ChecksumAlgorithm": "SHA256"} if self._checksums.sent else {}
+            algorithm: dict[str, Any] = {"ChecksumAlgorithm": "SHA256"} if self._checksums.sent else {}
             try:
                 answer = await self._requests.send(
                     "writing", self._key, "create_multipart_upload", Key=self._key, Metadata={_NONCE: self._nonce}, **algorithm
