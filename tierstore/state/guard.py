@@ -44,8 +44,11 @@ def check_storable(tensor: torch.Tensor, shown: str) -> None:
     name = dtype_name(tensor.dtype)
     if name not in DTYPES:
         raise UnsupportedTypeError(f"{shown} has the dtype {name}, which has no portable layout", hint="store tensor.view(torch.uint8)")
-    if tensor.layout is torch.strided and tensor.numel():
-        last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.layout is torch.strided and (count := tensor.numel()):
+        if tensor.is_contiguous():
+            last = tensor.storage_offset() + count - 1
+        else:
+            last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         if (last + 1) * tensor.itemsize > tensor.untyped_storage().nbytes():
             raise UnsupportedTypeError(
                 f"{shown} has no memory: its storage was freed or shrunk to {tensor.untyped_storage().nbytes()} bytes",

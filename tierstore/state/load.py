@@ -15,7 +15,7 @@ from tierstore.state.boxes import whole
 from tierstore.state.codecs import default_codecs
 from tierstore.state.matching import LoadOptions, match, selected
 from tierstore.state.reading import Fill, Reader, Run, fill_all, same_values
-from tierstore.state.unflatten import stored_tensors, unflatten
+from tierstore.state.unflatten import check_tree, stored_tensors, unflatten
 
 __all__ = ["LoadOptions", "load_fresh", "load_state", "read_tree"]
 
@@ -72,7 +72,7 @@ def load_state(
 
 def read_tree(replica: Reader, run: Run, rank: int) -> Any:
     """The decoded tree of `rank`, with references for its tensors and tags left as they are."""
-    return decode_objects(run(replica.objects(rank)))
+    return check_tree(decode_objects(run(replica.objects(rank))))
 
 
 def load_fresh(replica: Reader, run: Run, tree: Any, codecs: ObjectCodecs) -> Any:

@@ -100,6 +100,10 @@ def _reads(fill: Fill, stored: torch.dtype, block_nbytes: int) -> Iterator[Read]
     if target.numel() == 0:
         return
     direct = target.device.type == "cpu" and target.dtype == stored and not (target.is_conj() or target.is_neg())
+    if direct and len(entry.extents) == 1 and entry.extents[0].sizes == tuple(target.shape) and target.is_contiguous():
+        extent = entry.extents[0]  # a whole tensor in one piece: nearly all of them are, and states have tens of thousands
+        yield Read(file=extent.file, offset=extent.begin, nbytes=extent.end - extent.begin, target=target, strides=None)
+        return
     covered = 0
     for extent in entry.extents:
         found = intersect(fill.box, extent.offsets, extent.sizes)

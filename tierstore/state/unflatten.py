@@ -17,7 +17,7 @@ from tierstore.format.objects import ObjectCodecs, Opaque, TensorRef
 from tierstore.state.bits import as_bits, torch_dtype
 from tierstore.state.paths import Place
 
-__all__ = ["COMPONENTS", "MODULE_STATE", "SPARSE", "TENSOR", "StoredTensor", "rebuilt", "stored_tensors", "unflatten"]
+__all__ = ["COMPONENTS", "MODULE_STATE", "SPARSE", "TENSOR", "StoredTensor", "check_tree", "rebuilt", "stored_tensors", "unflatten"]
 
 MODULE_STATE = "torch.state_dict"
 TENSOR = "torch.Tensor"
@@ -46,6 +46,21 @@ def check_node(node: Opaque) -> None:
         good = good and _are_sizes(value.get("shape")) and type(value.get("coalesced", False)) is bool
     if not good:
         raise FormatError(f"the stored tree has a malformed {node.tag} node", hint="the file is foreign or damaged: run `tierstore verify`")
+
+
+def check_tree(tree: Any) -> Any:
+    """Returns a decoded tree whose own tagged nodes are all well made; raises FormatError for any other."""
+    if isinstance(tree, Opaque):
+        if tree.tag in (TENSOR, SPARSE, MODULE_STATE):
+            check_node(tree)
+        check_tree(tree.value)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            check_tree(item)
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            check_tree(item)
+    return tree
 
 
 def _is_view(value: Any) -> bool:
@@ -78,7 +93,6 @@ def stored_tensors(tree: Any, place: Place = ()) -> Iterator[StoredTensor]:
     if isinstance(node := tree, TensorRef):
         yield StoredTensor(place=place, name=node.name, base=node.name)
     elif isinstance(node, Opaque) and node.tag in (TENSOR, SPARSE, MODULE_STATE):
-        check_node(node)
         if node.tag == TENSOR:
             name = node.value["ref"].name
             yield StoredTensor(place=place, name=name, base=node.value["view"][0] if "view" in node.value else name)
@@ -136,7 +150,6 @@ class _Build:
             return rebuilt(node, self.build)
         if node.tag not in (TENSOR, SPARSE, MODULE_STATE):
             return self.codecs.decode(node.tag, self.build(node.value))
-        check_node(node)
         if node.tag == MODULE_STATE:
             items, metadata = (self.build(item) for item in node.value)
             items._metadata = metadata

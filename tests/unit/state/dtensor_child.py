@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from state_kit import ImageReader, run
@@ -108,12 +109,8 @@ def main(rank: int, world: int, folder: str) -> None:
 
 
 def expect(kind: type[Exception], text: str, act: Any) -> None:
-    try:
+    with pytest.raises(kind, match=text):
         act()
-    except kind as error:
-        assert text in str(error), error
-    else:
-        raise AssertionError(f"no {kind.__name__}")
 
 
 if __name__ == "__main__":

@@ -196,3 +196,18 @@ def test_a_callers_default_device_and_dtype_do_not_matter(pool: ImagePool) -> No
         into = load_state(ImageReader([staged]), run, into=dict(state))
     assert_same_state(loaded, {**state, "t": state["t"].contiguous()})
     assert_same_state(into, state)
+
+
+def test_twenty_saves_take_the_memory_of_one(pool: ImagePool) -> None:
+    state = {str(i): torch.full((1 << 20,), float(i)) for i in range(8)}  # 32 MiB
+
+    def resident() -> int:
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            return int(statm.read().split()[1]) * 4096
+
+    for _ in range(2):
+        stage(state, pool=pool).release()
+    before = resident()
+    for _ in range(20):
+        stage(state, pool=pool).release()
+    assert resident() - before < 16 << 20
