@@ -19,10 +19,12 @@ from tierstore.errors import (
     ClosedError,
     ConfigError,
     DeadlineError,
+    FormatError,
     NotFoundError,
     StorageError,
     TemporaryError,
     TierStoreError,
+    VersionError,
 )
 from tierstore.format.descriptor import decode_descriptor
 from tierstore.names import DESCRIPTOR
@@ -119,6 +121,23 @@ def test_a_reader_writes_nothing_anywhere(tmp_path: Path) -> None:
         assert found is not None
         assert found.step == 5
     assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("content", [b"", b"not ours", b'{"format": "tierstore.store", "format_version": "7.0", "store_id": "x"}'])
+def test_a_descriptor_that_cannot_be_read_is_never_written_over(tmp_path: Path, number: int, content: bytes) -> None:
+    config = config_in(tmp_path)
+    with Session.open(config, opener=quick) as session:
+        attempt = run(save(session.tiers, 5))
+        run(copy_to(session.tiers, attempt, session.tiers.names[2]))
+    (tmp_path / NAMES[number] / DESCRIPTOR).write_bytes(content)
+    with pytest.raises(VersionError if b"7.0" in content else FormatError, match=f"{DESCRIPTOR} on tier '{config.tiers[number].name}'"):
+        Session.open(config, opener=quick)
+    assert (tmp_path / NAMES[number] / DESCRIPTOR).read_bytes() == content
+    with Session.open(config, create=False, opener=quick) as session:
+        catalog = session.run(scan(session.tiers, "run"))
+        assert [c.step for c in catalog.checkpoints] == [5]
+        assert list(catalog.unreachable) == [config.tiers[number].name]
 
 
 def test_a_reader_of_a_place_without_a_store_is_told_so(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from tierstore.config_models import StoreConfig, TierConfig
-from tierstore.errors import AccessError, ConfigError, ConflictError, NotFoundError, StorageError, TierStoreError
+from tierstore.errors import AccessError, ConfigError, ConflictError, IntegrityError, NotFoundError, StorageError, TierStoreError
 from tierstore.names import DESCRIPTOR
 from tierstore.storage.contract import Storage
 from tierstore.storage.opening import open_storage
@@ -50,6 +50,7 @@ async def open_tiers(config: StoreConfig, *, create: bool = True, opener: Opener
     Raises:
         ConfigError: A tier belongs to another store, or the authority has no working create-if-absent.
         AccessError, TemporaryError, NotFoundError, StorageError: A tier that must work does not; names it and says what to do.
+        FormatError, VersionError: With ``create=True``: a tier's descriptor is foreign, damaged, or a newer version's.
         NotFoundError: With ``create=False``: there is no store on any tier that was reached.
     """
     tiers = tuple(
@@ -82,6 +83,11 @@ async def _join(config: StoreConfig, tiers: tuple[Tier, ...], *, create: bool) -
     async def look(tier: Tier) -> None:
         try:
             found[tier.name] = await read_store_id(tier)
+        except IntegrityError as error:  # not to be written over; a reader can do without this tier
+            if create:
+                raise
+            outages[tier.name] = Outage(error=error, since=time.monotonic())
+            log.warning("tier=%s is left out: %s", tier.name, error.message)
         except (StorageError, NotFoundError) as error:
             if tier.name in must_work:
                 raise _unusable(tier, error, authority) from error

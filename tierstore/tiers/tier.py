@@ -9,7 +9,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tierstore.errors import ConfigError, ConflictError, NotFoundError, StorageError, TierStoreError, UsageError
+from tierstore.errors import (
+    ConfigError,
+    ConflictError,
+    IntegrityError,
+    NotFoundError,
+    StorageError,
+    TierStoreError,
+    UsageError,
+    VersionError,
+)
 from tierstore.format.descriptor import Descriptor, decode_descriptor, encode_descriptor
 from tierstore.names import DESCRIPTOR
 from tierstore.storage.contract import Storage
@@ -115,7 +124,11 @@ async def read_store_id(tier: Tier) -> str | None:
     listing = await tier.storage.children("")  # also tells a missing bucket from a missing descriptor
     if not any(info.path == DESCRIPTOR for info in listing.files):
         return None
-    return decode_descriptor(await tier.storage.read(DESCRIPTOR)).store_id
+    try:
+        return decode_descriptor(await tier.storage.read(DESCRIPTOR)).store_id
+    except IntegrityError as error:
+        hint = error.hint if isinstance(error, VersionError) else "it is foreign or damaged: restore it from another tier of this store"
+        raise type(error)(f"{DESCRIPTOR} on tier {tier.name!r} at {tier.uri}: {error.message}", hint=hint, tier=tier.name) from error
 
 
 async def make_descriptor(tier: Tier, store_id: str) -> str:
