@@ -12,8 +12,6 @@ import errno
 import logging
 import mmap
 import os
-import re
-import secrets
 import threading
 import time
 from collections import OrderedDict
@@ -22,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.errors import AccessError, ClosedError, DeadlineError, StorageError, TierFullError, UsageError
+from tierstore.storage.temporaries import owner_is_dead, temporary_name
 from tierstore.units import format_size
 
 __all__ = ["Image", "ImagePool"]
 
 log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"image-(\d+)-(\d+)-[0-9a-f]{12}")
+_KIND = "image"
 _WASTE = 1.5
 """A free image is taken for a save that fills at least 1/1.5 of it; a much larger one would hold memory for nothing."""
 _SMALL_NBYTES = 4 << 20
@@ -178,7 +177,6 @@ class ImagePool:
 
     def _start_empty(self) -> None:
         self._pid = os.getpid()
-        self._born = _start_ticks(self._pid)
         self._changed = threading.Condition()
         self._busy: dict[int, Image] = {}
         self._free: list[_Memory] = []  # least recently used first
@@ -228,7 +226,7 @@ class ImagePool:
                 ) from error
             _advise_huge(mapping)
             return _Memory(mapping, None)
-        path = self.directory / f"image-{self._pid}-{self._born}-{secrets.token_hex(6)}"
+        path = self.directory / temporary_name(_KIND)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             mapping = _map_file(path, need)
@@ -260,14 +258,13 @@ class ImagePool:
             self._changed.notify_all()
 
     def _sweep(self, directory: Path) -> None:
-        """Removes images of dead owners. Names hold a process's id and its start time: a reused id is told apart."""
+        """Removes images whose owners are provably dead; an unlinked image of a live one would only lose its name."""
         try:
             names = os.listdir(directory)
         except FileNotFoundError:
             return
         for name in names:
-            found = _NAME.fullmatch(name)
-            if found and _start_ticks(int(found[1])) != int(found[2]):
+            if name.startswith(f"{_KIND}-") and owner_is_dead(name):
                 (directory / name).unlink(missing_ok=True)
                 log.info("swept image=%s of a dead process", directory / name)
 
@@ -306,12 +303,3 @@ def _advise_huge(mapping: mmap.mmap) -> None:
         mapping.madvise(mmap.MADV_HUGEPAGE)
     except (OSError, AttributeError):
         pass
-
-
-def _start_ticks(pid: int) -> int:
-    """When process `pid` started, in clock ticks since boot (proc(5), field 22 of stat); 0 if there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return 0
-    return int(text.rpartition(")")[2].split()[19])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from tierstore.errors import AccessError, ClosedError, DeadlineError, TierFullError, UsageError
 from tierstore.state import image as image_module
 from tierstore.state.image import ImagePool
+from tierstore.storage.temporaries import temporary_name
 
 PAGE = mmap.PAGESIZE
 
@@ -219,16 +221,12 @@ def test_images_of_a_killed_process_are_swept_and_nothing_else(tmp_path: Path) -
         child.kill()
         child.wait()
         child.stdout.close()
-    (tmp_path / "image-1-x").touch()
-    (tmp_path / "upload-123").touch()
-    (tmp_path / f"image-{os.getpid()}-1-0123456789ab").touch()  # our id, another start: the id was used again
-    mine = ImagePool(tmp_path, max_nbytes=1 << 20)
-    held = mine.acquire(1)
+    reused = re.sub(r"-\d+-([0-9a-f]{16})$", r"-1-\1", temporary_name("image"))  # our id, another start: the id was used again
+    foreign = ["image-1-x", temporary_name("image"), "upload-123"]
+    for name in (reused, *foreign):
+        (tmp_path / name).touch()
     ImagePool(tmp_path, max_nbytes=1 << 20)
-    assert [n for n in names(tmp_path) if not n.startswith(f"image-{os.getpid()}-")] == ["image-1-x", "upload-123"]
-    assert len(names(tmp_path)) == 3
-    held.release()
-    mine.close()
+    assert names(tmp_path) == sorted(foreign)
 
 
 def test_a_forked_child_neither_uses_nor_frees_its_parents_images(directory: Path | None) -> None:
