@@ -24,6 +24,7 @@ from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait
 
 from tierstore.errors import ConfigError, ConflictError, IntegrityError, NotFoundError, OutcomeUnknownError, StorageError, UsageError
 from tierstore.names import TMP, check_relative
+from tierstore.storage._sessions import abandon_connections
 from tierstore.storage._threads import DaemonPool
 from tierstore.storage.contract import Capabilities, FileInfo, Listing, Source
 from tierstore.storage.fsspec_errors import may_pass, translate_fsspec
@@ -122,6 +123,8 @@ class FsspecStorage:
                 del self._systems[key]
                 if loop is running:
                     await _close_sessions(fs)
+                elif loop is not None:
+                    abandon_connections(fs)
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None

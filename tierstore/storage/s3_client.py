@@ -15,6 +15,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_aft
 
 from tierstore.clock import Clock
 from tierstore.errors import IntegrityError, TierStoreError
+from tierstore.storage._sessions import abandon_connections
 from tierstore.storage.s3_errors import S3_FAILURES, Place, parse_http_date, translate
 from tierstore.storage.s3_options import S3Options
 
@@ -91,16 +92,7 @@ class Client:
 
     def abandon(self) -> None:
         """Drops the connections of a loop that is closed already and so can't close them: the sockets are closed under it."""
-        session = getattr(getattr(self.fs._s3, "_endpoint", None), "http_session", None)
-        for one in dict(getattr(session, "_sessions", None) or {}).values():
-            idle = getattr(one.connector, "_conns", {})
-            for protocol in [entry[0] for entries in idle.values() for entry in entries]:
-                transport = protocol.transport
-                if getattr(transport, "_sock", None) is not None:
-                    transport._sock.close()
-                    transport._sock = None
-            idle.clear()
-            one.detach()
+        abandon_connections(self.fs)
 
 
 class Clients:
