@@ -255,6 +255,22 @@ def test_parts_that_overlap_condemn_the_attempt_and_name_the_tensor(tmp_path: Pa
         run(commit(tiers, attempt, deadline_s=60, clock=CLOCK))
 
 
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_hole_in_the_middle_or_at_the_end_of_a_tensor_never_commits(tmp_path: Path, rank: int) -> None:
+    """CASES 58: the whole shape is stored, so a missing chunk can't shrink the tensor."""
+    tiers = tiers_in(tmp_path)
+    attempt = attempt_at(5)
+    for each in range(3):
+        shard = shard_of(each, 3)
+        if each == rank:
+            shard = replace(shard, tensors=[t for t in shard.tensors if t.name != "w"])
+        run(persist_rank(tiers, attempt, tiers.authority, rank=each, world_size=3, shard=shard))
+    with pytest.raises(IncompleteError, match=r"'w' of shape \(18, 5000\)"):
+        run(commit(tiers, attempt, deadline_s=0, clock=CLOCK, condemn=False))
+    with pytest.raises(CondemnedError, match="'w'"):
+        run(commit(tiers, attempt, deadline_s=60, clock=CLOCK))
+
+
 def test_two_attempts_at_one_step_share_no_byte_and_the_later_one_wins(tmp_path: Path) -> None:
     """CASES 8, 9: saving a step again is well defined, and a crash in the second attempt leaves the first whole."""
     tiers = tiers_in(tmp_path)
