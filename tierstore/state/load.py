@@ -13,7 +13,8 @@ from tierstore.format.objects import ObjectCodecs, decode_objects
 from tierstore.state.bits import empty, torch_dtype
 from tierstore.state.boxes import whole
 from tierstore.state.codecs import default_codecs
-from tierstore.state.matching import LoadOptions, match, selected
+from tierstore.state.differences import LoadOptions, selected
+from tierstore.state.matching import match
 from tierstore.state.reading import Fill, Reader, Run, fill_all, same_values
 from tierstore.state.unflatten import check_tree, stored_tensors, unflatten
 

@@ -1,28 +1,13 @@
 """Matching a wanted state (`into`) with a stored tree, place by place, before anything is read or changed.
 
-What the options mean, for every place (patterns are `fnmatch` globs over dotted names):
-
-================  =========================================  ==================================================
- found            default                                    otherwise
-================  =========================================  ==================================================
- missing          ``missing="error"``: in `into`, not stored   ``"keep"``, or `allow_missing`: `into` keeps its value
- unexpected       ``unexpected="error"``: stored, not in       ``"ignore"``, or `allow_unexpected`: left out
-                  `into`
- other shape      ``shape="error"``                           ``"skip"``: `into` keeps its value
- other dtype      ``dtype="exact"``                           ``"cast"``: converted as `Tensor.copy_` does
- other kind       always an error (a tensor here, a number    None in `into` takes anything, freshly loaded
-                  there; sparse and dense)
-================  =========================================  ==================================================
-
 Dicts are compared key by key. Lists and tuples that hold neither tensors nor dicts are values: they are replaced as a whole.
+A checkpoint without a tree of its own (a flat dict of names) is matched by dotted names.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
@@ -32,43 +17,14 @@ from tierstore.format.index import Index, TensorEntry
 from tierstore.format.objects import Opaque, TensorRef
 from tierstore.state.bits import dtype_name, torch_dtype
 from tierstore.state.boxes import whole
+from tierstore.state.differences import Differences, LoadOptions, selected
 from tierstore.state.guard import check_storable
 from tierstore.state.paths import Place, name_of, show
 from tierstore.state.reading import Fill
 from tierstore.state.sharded import chunk_of, is_dtensor
-from tierstore.state.unflatten import MODULE_STATE, SPARSE, TENSOR, stored_tensors
+from tierstore.state.unflatten import MODULE_STATE, SPARSE, TENSOR, StoredTensor, stored_tensors
 
-__all__ = ["LoadOptions", "Match", "match", "selected"]
-
-_SHOWN = 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """What to do where the wanted state and the stored one differ; see the module's table. Strict by default."""
-
-    missing: Literal["error", "keep"] = "error"
-    unexpected: Literal["error", "ignore"] = "error"
-    shape: Literal["error", "skip"] = "error"
-    dtype: Literal["exact", "cast"] = "exact"
-    allow_missing: tuple[str, ...] = ()
-    allow_unexpected: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        allowed = {"missing": ("error", "keep"), "unexpected": ("error", "ignore"), "shape": ("error", "skip"), "dtype": ("exact", "cast")}
-        for option, values in allowed.items():
-            if getattr(self, option) not in values:
-                raise UsageError(
-                    f"LoadOptions({option}={getattr(self, option)!r})", hint=f"{option} is one of {', '.join(map(repr, values))}"
-                )
-        for option in ("allow_missing", "allow_unexpected"):
-            if isinstance(getattr(self, option), str):
-                raise UsageError(f"LoadOptions({option}={getattr(self, option)!r})", hint=f"write {option}=({getattr(self, option)!r},)")
-
-
-def selected(name: str, patterns: Sequence[str] | None) -> bool:
-    """Whether one of the globs names it; no patterns: all."""
-    return patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns)
+__all__ = ["Match", "match"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,7 +75,9 @@ class _Planner:
         self.by_name = {name_of(t.place): t.name for t in stored_tensors(tree)} if _flat(tree) else {}
         self.used: set[str] = set()
         self.matched = 0
-        self.problems: dict[str, list[tuple[str, str]]] = {kind: [] for kind in ("missing", "unexpected", "shape", "dtype", "kind")}
+        self.differences = Differences(options, names)
+        self.left: list[StoredTensor] = []
+        """Stored tensors that no place of `into` asks for."""
         self.memory: dict[Any, TensorEntry] = {}
 
     # ---- the walk: each visit returns what makes the value of its place, later
@@ -292,66 +250,23 @@ class _Planner:
 
     def unexpected(self, node: Any, place: Place) -> None:
         tensors = list(stored_tensors(node, place))
-        for tensor in tensors:
-            if tensor.name not in self.used:
-                self.note("unexpected", tensor.place, f"{self.index.dtype(tensor.name)} {list(self.index.shape(tensor.name))}")
+        self.left += tensors
         if not tensors:
             self.note("unexpected", place, _describe(node))
 
-    def note(self, kind: str, place: Place, detail: str) -> None:
-        name = name_of(place)
-        if not selected(name, self.names):
-            return
-        options = self.options
-        if kind == "missing" and (options.missing == "keep" or _any(name, options.allow_missing)):
-            return
-        if kind == "unexpected" and (options.unexpected == "ignore" or _any(name, options.allow_unexpected)):
-            return
-        if kind == "shape" and options.shape == "skip":
-            return
-        self.problems[kind].append((name, detail))
+    def note(self, kind: Literal["missing", "unexpected", "shape", "dtype", "kind"], place: Place, detail: str) -> None:
+        self.differences.note(kind, place, detail)
 
     def check(self) -> None:
-        if self.by_name:  # a foreign flat checkpoint is matched by name: what was found is not unexpected
-            self.problems["unexpected"] = [p for p in self.problems["unexpected"] if self.by_name.get(p[0]) not in self.used]
-        total = sum(map(len, self.problems.values()))
-        if not total:
-            if not self.matched and len(self.index):
-                raise StateMismatchError(
-                    f"nothing of `into` is in the checkpoint, which has {len(self.index):,} tensors: nothing would be loaded",
-                    hint="compare the names: `tierstore tensors RUN@STEP` lists them",
-                )
-            return
-        unexpected = [name for name, _ in self.problems["unexpected"]]
-        lines: list[str] = []
-        for kind, found in self.problems.items():
-            for name, detail in found:
-                near = difflib.get_close_matches(name, unexpected[:2000], n=1) if kind == "missing" and len(lines) < _SHOWN else []
-                lines.append(f"{kind:<10} {name}: {detail}" + (f" (nearest stored: {near[0]})" if near else ""))
-        more = f"\n  ... and {total - _SHOWN:,} more" if total > _SHOWN else ""
-        raise StateMismatchError(
-            f"the checkpoint and `into` differ in {total:,} places; nothing was changed\n  " + "\n  ".join(lines[:_SHOWN]) + more,
-            hint=_hint(self.problems),
-            **{kind: tuple(name for name, _ in found) for kind, found in self.problems.items()},
-        )
-
-
-def _hint(problems: dict[str, list[tuple[str, str]]]) -> str:
-    ways = {
-        "missing": "missing='keep' or allow_missing=('PATTERN', ...)",
-        "unexpected": "unexpected='ignore' or allow_unexpected=('PATTERN', ...)",
-        "shape": "shape='skip'",
-        "dtype": "dtype='cast'",
-    }
-    allowed = [way for kind, way in ways.items() if problems[kind]]
-    text = f"to go on all the same: LoadOptions({', '.join(allowed)})" if allowed else "correct `into`"
-    if problems["unexpected"]:
-        text += "; None in `into` (e.g. for an optimizer that has not stepped yet) takes what is stored, freshly loaded"
-    return text
-
-
-def _any(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+        for tensor in self.left:
+            if tensor.name not in self.used:  # else its values were loaded all the same: it is tied, or was found by name
+                self.note("unexpected", tensor.place, f"{self.index.dtype(tensor.name)} {list(self.index.shape(tensor.name))}")
+        self.differences.check()
+        if not self.matched and len(self.index):
+            raise StateMismatchError(
+                f"nothing of `into` is in the checkpoint, which has {len(self.index):,} tensors: nothing would be loaded",
+                hint="compare the names: `tierstore tensors RUN@STEP` lists them",
+            )
 
 
 def _is_tensor(node: Any) -> bool:
@@ -378,4 +293,4 @@ def _describe(node: Any) -> str:
         return "a tensor"
     if isinstance(node, Opaque):
         return str(node.value.get("layout", "sparse")) if node.tag == SPARSE else node.tag
-    return f"{type(node).__name__} {node!r}"[:80] if not isinstance(node, dict | list | tuple) else f"a {type(node).__name__}"
+    return f"{type(node).__name__} {node!r}"[:80] if isinstance(node, int | float | str | None) else f"a {type(node).__name__}"

@@ -1,0 +1,125 @@
+"""What a load may overlook, and the one error that lists all that it may not.
+
+What the options mean, for every place (patterns are `fnmatch` globs over dotted names):
+
+================  =========================================  ==================================================
+ found            default                                    otherwise
+================  =========================================  ==================================================
+ missing          ``missing="error"``: in `into`, not stored   ``"keep"``, or `allow_missing`: `into` keeps its value
+ unexpected       ``unexpected="error"``: stored, not in       ``"ignore"``, or `allow_unexpected`: left out
+                  `into`
+ other shape      ``shape="error"``                           ``"skip"``: `into` keeps its value
+ other dtype      ``dtype="exact"``                           ``"cast"``: converted as `Tensor.copy_` does
+ other kind       always an error (a tensor here, a number    None in `into` takes anything, freshly loaded
+                  there; sparse and dense)
+================  =========================================  ==================================================
+
+Dicts are compared key by key. Lists and tuples that hold neither tensors nor dicts are values: they are replaced as a whole.
+
+A further name of a tied tensor is not unexpected where the tensor is loaded under another name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from tierstore.errors import StateMismatchError, UsageError
+from tierstore.state.paths import Place, name_of
+
+__all__ = ["Differences", "LoadOptions", "selected"]
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """What to do where the wanted state and the stored one differ; see the module's table. Strict by default."""
+
+    missing: Literal["error", "keep"] = "error"
+    unexpected: Literal["error", "ignore"] = "error"
+    shape: Literal["error", "skip"] = "error"
+    dtype: Literal["exact", "cast"] = "exact"
+    allow_missing: tuple[str, ...] = ()
+    allow_unexpected: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        allowed = {"missing": ("error", "keep"), "unexpected": ("error", "ignore"), "shape": ("error", "skip"), "dtype": ("exact", "cast")}
+        for option, values in allowed.items():
+            if getattr(self, option) not in values:
+                raise UsageError(
+                    f"LoadOptions({option}={getattr(self, option)!r})", hint=f"{option} is one of {', '.join(map(repr, values))}"
+                )
+        for option in ("allow_missing", "allow_unexpected"):
+            if isinstance(getattr(self, option), str):
+                raise UsageError(f"LoadOptions({option}={getattr(self, option)!r})", hint=f"write {option}=({getattr(self, option)!r},)")
+
+
+def selected(name: str, patterns: Sequence[str] | None) -> bool:
+    """Whether one of the globs names it; no patterns: all."""
+    return patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+class Differences:
+    """Collects what differs between a wanted state and a stored one, as far as the options do not allow it.
+
+    Args:
+        options: What is allowed.
+        names: Globs of the places that count; None: all.
+    """
+
+    def __init__(self, options: LoadOptions, names: Sequence[str] | None) -> None:
+        self._options = options
+        self._names = names
+        self._found: dict[str, list[tuple[str, str]]] = {kind: [] for kind in ("missing", "unexpected", "shape", "dtype", "kind")}
+
+    def note(self, kind: Literal["missing", "unexpected", "shape", "dtype", "kind"], place: Place, detail: str) -> None:
+        """Notes one, unless it is allowed or its place does not count."""
+        name = name_of(place)
+        options = self._options
+        allowed = {
+            "missing": options.missing == "keep" or _any(name, options.allow_missing),
+            "unexpected": options.unexpected == "ignore" or _any(name, options.allow_unexpected),
+            "shape": options.shape == "skip",
+        }
+        if selected(name, self._names) and not allowed.get(kind, False):
+            self._found[kind].append((name, detail))
+
+    def check(self) -> None:
+        """Raises StateMismatchError with all of them, if there are any; the names are in its context, by kind."""
+        total = sum(map(len, self._found.values()))
+        if not total:
+            return
+        unexpected = [name for name, _ in self._found["unexpected"]]
+        lines: list[str] = []
+        for kind, found in self._found.items():
+            for name, detail in found:
+                near = difflib.get_close_matches(name, unexpected[:2000], n=1) if kind == "missing" and len(lines) < _SHOWN else []
+                lines.append(f"{kind:<10} {name}: {detail}" + (f" (nearest stored: {near[0]})" if near else ""))
+        more = f"\n  ... and {total - _SHOWN:,} more" if total > _SHOWN else ""
+        raise StateMismatchError(
+            f"the checkpoint and `into` differ in {total:,} places; nothing was changed\n  " + "\n  ".join(lines[:_SHOWN]) + more,
+            hint=_hint(self._found),
+            **{kind: tuple(name for name, _ in found) for kind, found in self._found.items()},
+        )
+
+
+def _hint(problems: dict[str, list[tuple[str, str]]]) -> str:
+    ways = {
+        "missing": "missing='keep' or allow_missing=('PATTERN', ...)",
+        "unexpected": "unexpected='ignore' or allow_unexpected=('PATTERN', ...)",
+        "shape": "shape='skip'",
+        "dtype": "dtype='cast'",
+    }
+    allowed = [way for kind, way in ways.items() if problems[kind]]
+    text = f"to go on all the same: LoadOptions({', '.join(allowed)})" if allowed else "correct `into`"
+    if problems["unexpected"]:
+        text += "; None in `into` (e.g. for an optimizer that has not stepped yet) takes what is stored, freshly loaded"
+    return text
+
+
+def _any(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
