@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable
@@ -190,6 +191,33 @@ def test_a_lost_authority_is_replaced_by_the_replicas_copies_with_a_loud_warning
     assert (info.attempt, info.authority_lost, info.tags, info.replicas) == (attempt, True, ("kept",), {"far": "complete"})
     assert "knows nothing of it" in caplog.text
     assert "tierstore recover" in catalog.warnings[0]
+
+
+def test_a_commit_between_two_listings_is_not_taken_for_a_lost_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The authority is listed, then a checkpoint commits and is copied, then the replica's tier is listed."""
+    plain = tiers_in(tmp_path)
+    attempt = attempt_at(5)
+    run(persist_rank(plain, attempt, plain.authority))
+
+    async def work() -> None:
+        listed = asyncio.Event()
+
+        async def at_authority(operation: str, path: str) -> None:
+            if operation == "children" and not listed.is_set():  # its log has been listed already
+                await commit(plain, attempt, deadline_s=0, clock=CLOCK)
+                await copy_to(plain, attempt, "far")
+                listed.set()
+
+        async def at_far(operation: str, path: str) -> None:
+            await listed.wait()
+
+        wrap = {"shared": lambda s: Hooked(s, at_authority), "far": lambda s: Hooked(s, at_far)}
+        info = (await scan(tiers_in(tmp_path, wrap=wrap), "run")).latest()
+        assert info is not None
+        assert (info.authority_lost, info.complete_on) == (False, ("shared", "far"))
+
+    run(work())
+    assert "knows nothing" not in caplog.text
 
 
 def test_a_swept_checkpoint_is_not_revived_by_a_replica_that_still_lies_there(tmp_path: Path) -> None:

@@ -101,6 +101,15 @@ async def scan_attempts(tiers: Tiers, run: str, cache: RecordCache) -> Scanned:
         raise next(iter(scanned.unreachable.values()))
     authority = next((view for view in views if tiers.is_authority(view.tier)), None)
 
+    if authority is not None and _unknown_copies(authority, views):
+        try:
+            await _look_again(authority, run, cache)
+        except TierStoreError as error:
+            scanned.unreachable[authority.tier.name] = error
+            _warn(scanned, cache, f"tier={authority.tier.name} can't be reached and is left out: {error.message}")
+            views.remove(authority)
+            authority = None
+
     # The authority decides about what it knows. For the rest, the copies beside the replicas are read.
     known = {a for a, read in authority.read.items() if isinstance(read.get(0), Record)} if authority else set()
     for view in views:
@@ -121,6 +130,25 @@ async def scan_attempts(tiers: Tiers, run: str, cache: RecordCache) -> Scanned:
     for view in views:
         scanned.foreign.extend(f"{view.tier.name}:{path}" for path in view.foreign)
     return scanned
+
+
+def _unknown_copies(authority: _View, views: Sequence[_View]) -> bool:
+    """Whether a replica has the commit record of a checkpoint that the authority's listing does not show."""
+    return any(
+        0 in seqs and 0 not in authority.records.get(attempt, {})
+        for view in views
+        if view is not authority
+        for attempt, seqs in view.records.items()
+    )
+
+
+async def _look_again(authority: _View, run: str, cache: RecordCache) -> None:
+    """Lists the authority once more: it may have committed after its first listing and before a replica's, which is no lost log."""
+    again = await _list_tier(authority.tier, run)
+    fresh = [attempt for attempt, seqs in again.records.items() if 0 not in authority.records.get(attempt, {}) and 0 in seqs]
+    authority.folders |= again.folders
+    authority.records.update({attempt: again.records[attempt] for attempt in fresh})
+    await _read_records(authority, fresh, cache)
 
 
 def _decide(attempt: Attempt, authority: _View | None, views: Sequence[_View], scanned: Scanned, cache: RecordCache) -> bool:
