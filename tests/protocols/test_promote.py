@@ -119,7 +119,7 @@ def test_damage_everywhere_copies_nothing_and_says_so(tmp_path: Path) -> None:
         await stage(tiers, attempt)
         await reconcile(tiers, "r", clock=CLOCK, commit_only=True)
         flip(tmp_path / "pfs" / attempt.path("shard-00000-of-00001.safetensors"), 200_000)
-        with pytest.raises(IntegrityError, match="no good copy of .*shard-00000.*pfs"):
+        with pytest.raises(IntegrityError, match=r"no good copy of .*shard-00000.*pfs"):
             await promote(tiers, attempt, "object", clock=CLOCK)
         assert not any(name.startswith("shard") for name in contents(tmp_path, "object", attempt))
         assert "manifest.json" not in contents(tmp_path, "object", attempt)
@@ -247,7 +247,8 @@ def test_a_node_s_tier_is_worked_on_by_one_process_at_a_time(tmp_path: Path) -> 
         f"RunLock(Path({str(path)!r}), 'r').acquire(); print('held', flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert child.stdin and child.stdout
+    assert child.stdin
+    assert child.stdout
     try:
         assert child.stdout.readline() == b"held\n"
         with pytest.raises(LockedError) as error:

@@ -78,7 +78,8 @@ def test_a_lost_log_is_rebuilt_record_by_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize("left", [["nvme"], ["object"], ["nvme", "object"]])
 def test_a_wiped_authority_is_rebuilt_from_any_one_tier(tmp_path: Path, left: list[str]) -> None:
     attempts = stored(tmp_path)
-    wanted = {name: (tmp_path / "pfs" / attempts[1].path(name)).read_bytes() for name in ("manifest.json", "shard-00000-of-00001.safetensors")}
+    names = ("manifest.json", "shard-00000-of-00001.safetensors")
+    wanted = {name: (tmp_path / "pfs" / attempts[1].path(name)).read_bytes() for name in names}
     for tier in LAYOUT:
         if tier not in left:
             shutil.rmtree(tmp_path / tier)

@@ -83,7 +83,9 @@ def test_a_sound_store_has_no_findings_at_any_level(stored: tuple[Path, Attempt]
     ],
 )
 @pytest.mark.parametrize("tier", list(LAYOUT))
-def test_damage_is_found_where_it_is(stored: tuple[Path, Attempt], tier: str, file: str, harm: Callable[[Path], None], code: str, level: str) -> None:
+def test_damage_is_found_where_it_is(
+    stored: tuple[Path, Attempt], tier: str, file: str, harm: Callable[[Path], None], code: str, level: str
+) -> None:
     root, attempt = stored
     harm(root / tier / attempt.path(file))
     before = snapshot(root)

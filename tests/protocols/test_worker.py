@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -73,8 +75,7 @@ class Gate:
         self.reached.set()
         if self.error is not None:
             raise self.error()
-        while not self.open.is_set():
-            await asyncio.sleep(0.005)
+        await asyncio.to_thread(self.open.wait, 60)
 
 
 def hook(session: LoopSession, name: str, gate: Gate) -> Gate:
@@ -158,10 +159,30 @@ def test_the_image_is_released_once_it_is_on_the_nearest_tier(tmp_path: Path) ->
     with working(tmp_path, SHORT) as (worker, session):
         hook(session, "pfs", Gate("write", "put", "create"))
         released: list[int] = []
-        ticket = worker.submit(save_job(new_attempt("r", 1), release=lambda: released.append(1)))
+        job = save_job(new_attempt("r", 1), release=lambda: released.append(1))
+        image = weakref.ref(job.shard)
+        ticket = worker.submit(job)
+        del job
         ticket.wait("staged", 20)
         eventually(lambda: released == [1], "the image was released")
+        eventually(lambda: gc.collect() >= 0 and image() is None, "nothing holds the image any more")
         assert not ticket.done("committed")
+
+
+def test_close_ends_what_hangs_and_tells_what_was_only_in_memory(tmp_path: Path) -> None:
+    with LoopSession(folder_tiers(tmp_path, SHORT)) as session:
+        worker = Worker(session, "r", options=FAST)
+        gate = hook(session, "nvme", Gate("write"))
+        released: list[int] = []
+        ticket = worker.submit(save_job(new_attempt("r", 1), release=lambda: released.append(1)))
+        assert gate.reached.wait(20)
+        gate.open.clear()
+        with pytest.raises(DeadlineError, match="steps 1 are in memory only"):
+            worker.close(0.05)
+        assert released == [1]
+        with pytest.raises(SaveError, match="closed before"):
+            ticket.wait("staged", 0)
+        gate.open.set()
 
 
 def test_block_makes_the_next_save_wait_for_memory(tmp_path: Path) -> None:
@@ -190,7 +211,7 @@ def test_skip_oldest_gives_up_the_oldest_save_that_is_not_being_written(tmp_path
         second = worker.submit(save_job(new_attempt("r", 2), release=lambda: released.append(2)))
         third = worker.submit(save_job(new_attempt("r", 3)), timeout_s=20)
         assert released == [2]
-        with pytest.raises(SaveError, match="step 2 .*skipped"):
+        with pytest.raises(SaveError, match=r"step 2 .*skipped"):
             second.wait("committed", 0)
         gate.open.set()
         first.wait("committed", 20)
@@ -299,12 +320,12 @@ def test_a_failed_save_surfaces_as_the_policy_says(tmp_path: Path, on_error: str
         damaged = Gate("write", error=lambda: SaveError("the image changed under us"))
         hook(session, "nvme", damaged)
         ticket = worker.submit(save_job(new_attempt("r", 1)))
-        with pytest.raises(SaveError, match="step 1 .*the image changed"):
+        with pytest.raises(SaveError, match=r"step 1 .*the image changed"):
             ticket.wait("committed", 20)
         eventually(lambda: "the image changed" in caplog.text, "it was logged")
         damaged.open.set()
         if on_error == "raise":
-            with pytest.raises(SaveError, match="step 1 .*'nvme' failed") as raised:
+            with pytest.raises(SaveError, match=r"step 1 .*'nvme' failed") as raised:
                 worker.submit(save_job(new_attempt("r", 2)))
             assert isinstance(raised.value.__cause__, SaveError)
         worker.submit(save_job(new_attempt("r", 2))).wait("committed", 20)  # each error is raised once
@@ -319,7 +340,7 @@ def test_an_error_that_nobody_saw_is_raised_at_close(tmp_path: Path) -> None:
         hook(session, "nvme", Gate("write", error=lambda: SaveError("broken")))
         ticket = worker.submit(save_job(new_attempt("r", 9)))
         eventually(lambda: ticket.failure is not None, "the save failed")
-        with pytest.raises(SaveError, match="step 9 .*nvme"):
+        with pytest.raises(SaveError, match=r"step 9 .*nvme"):
             worker.close(20)
         worker.close()  # idempotent
         with pytest.raises(ClosedError):
@@ -333,7 +354,7 @@ def test_a_denied_bucket_is_raised_once_and_tried_on(tmp_path: Path) -> None:
         denied = hook(session, "object", Gate("write", "put", error=lambda: AccessError("403 from object")))
         ticket = worker.submit(save_job(new_attempt("r", 1)))
         eventually(lambda: any(isinstance(e, AccessError) for e in ticket.errors), "the ticket has the error")
-        with pytest.raises(SaveError, match="'object' .*403"):
+        with pytest.raises(SaveError, match=r"'object' .*403"):
             worker.raise_errors()
         worker.raise_errors()
         denied.open.set()

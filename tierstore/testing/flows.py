@@ -105,17 +105,19 @@ class HookedStorage:
         await self.inner.close()
 
 
-def folder_tiers(root: Path, layout: Mapping[str, Scope], *, durable_at: str | None = None, direct: bool = False) -> Tiers:
+def folder_tiers(root: Path, layout: Mapping[str, Scope], *, durable_at: str | None = None, durable: bool = False) -> Tiers:
     """A store whose tiers are folders of `root`, nearest first, each behind a `HookedStorage`.
 
     The authority is the first shared tier, else the first. No file is written: there is no descriptor to check.
+    With `durable` files are forced to the disk, which only tests of power loss need.
     """
     tiers = tuple(
-        Tier(name=name, storage=HookedStorage(PosixStorage(root / name, direct=direct)), scope=scope) for name, scope in layout.items()
+        Tier(name=name, storage=HookedStorage(PosixStorage(root / name, durable=durable, direct=False)), scope=scope)
+        for name, scope in layout.items()
     )
     authority = next((t for t in tiers if t.scope == "shared"), tiers[0])
-    durable = next((t for t in tiers if t.name == durable_at), authority)
-    return Tiers(tiers=tiers, authority=authority, durable_at=durable, store_id="test-store")
+    named = next((t for t in tiers if t.name == durable_at), authority)
+    return Tiers(tiers=tiers, authority=authority, durable_at=named, store_id="test-store")
 
 
 def new_attempt(run: str, step: int, clock: Clock | None = None) -> Attempt:

@@ -21,7 +21,7 @@ from tierstore.tiers.locks import RunLock
 from tierstore.tiers.persist import persist
 from tierstore.tiers.promote import pending
 from tierstore.tiers.retry import Backoff, Verdict, judge
-from tierstore.tiers.saves import Save, SaveQueue, save_error
+from tierstore.tiers.saves import Save, SaveQueue, closed_before_written, save_error
 from tierstore.tiers.tier import Tier, Tiers, ensure_tier
 from tierstore.tiers.view import AttemptView, further, staging
 
@@ -44,6 +44,7 @@ class Engine:
     lanes: dict[str, Lane] = field(default_factory=dict)
     saves: dict[Attempt, Save] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
     cache: RecordCache = field(default_factory=RecordCache)
     trouble: dict[str, str] = field(default_factory=dict)
     """Tier → the last error of writing an image there, while it lasts."""
@@ -59,13 +60,27 @@ class Engine:
             )
         tasks = [asyncio.ensure_future(lane.run()) for lane in self.lanes.values()]
         tasks += [asyncio.ensure_future(self.persist_all()), asyncio.ensure_future(self.rescan_when_idle())]
+        stopping = asyncio.ensure_future(self.stop.wait())
         started()
         try:
-            await asyncio.gather(*tasks)
+            await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in tasks:
+            for task in (stopping, *tasks):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+        for fault in ended:
+            if isinstance(fault, Exception):
+                self.died(fault)
+
+    def died(self, fault: Exception) -> None:
+        """A task ended by a fault in the program: nobody may go on waiting for it."""
+        log.error("run=%s the background work ended unexpectedly", self.run, exc_info=fault)
+        failure = SaveError(f"the background work ended unexpectedly: {type(fault).__name__}: {fault}", hint="report this fault")
+        failure.__cause__ = fault
+        for save in (*self.queue.waiting(), *self.saves.values()):
+            save.ticket.fail(failure)
+        self.queue.surface(failure)
+        self.queue.close()
 
     async def persist_all(self) -> None:
         """Writes images, oldest first."""
@@ -80,6 +95,7 @@ class Engine:
             try:
                 await self.persist_one(save)
             except asyncio.CancelledError:
+                save.ticket.fail(closed_before_written())
                 raise
             except Exception as error:
                 log.exception("checkpoint=%s unexpected failure", save.job.attempt.folder)
@@ -140,7 +156,7 @@ class Engine:
         while True:
             if not self.scanned or all(lane.idle for lane in self.lanes.values()):
                 await self.rescan()
-            await asyncio.sleep(self.options.rescan_s)
+            await asyncio.sleep(self.options.rescan_s if self.scanned else min(self.options.rescan_s, self.options.retry_most_s))
 
     async def rescan(self) -> None:
         try:
@@ -191,9 +207,8 @@ class Engine:
                 self.queue.surface(save_error(save, f"writing to tier {tier.name!r} (it is tried again)", error))
 
     def give_up(self, save: Save, where: str, error: TierStoreError) -> None:
-        failure = save_error(save, where, error)
+        self.queue.surface(save_error(save, where, error))  # first: who waits for the ticket may ask for errors next
         save.ticket.fail(error)
-        self.queue.surface(failure)
 
     # ---- LaneReports
 
@@ -242,8 +257,8 @@ class Engine:
             log.error("tier=%s checkpoint=%s given up: %s", tier.name, attempt.folder, error.message)
             return
         levels = None if self.tiers.is_authority(tier) else [tier.name, *(["durable"] if tier.name == self.tiers.durable_at.name else [])]
-        save.ticket.fail(error, levels=levels)
         self.queue.surface(save_error(save, f"copying to tier {tier.name!r}", error))
+        save.ticket.fail(error, levels=levels)
         if levels is None:
             self.saves.pop(attempt, None)
 

@@ -6,13 +6,14 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierstore.errors import ClosedError, DeadlineError, SaveError, TierStoreError
+from tierstore.storage.sources import BytesSource
 from tierstore.tiers.jobs import SaveJob, WorkerOptions
 from tierstore.tiers.ticket import Ticket
 
-__all__ = ["Save", "SaveQueue", "save_error"]
+__all__ = ["Save", "SaveQueue", "closed_before_written", "save_error"]
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +33,19 @@ class Save:
     reported: str = ""
 
     def release(self) -> None:
+        """Frees the image, and forgets all that is large: a save may wait for a dead bucket for days."""
         if not self.released:
             self.released = True
-            self.job.release()
+            release = self.job.release
+            self.job = replace(self.job, shard=_GONE, tensors=(), objects=b"", facts={}, release=_nothing)
+            release()
+
+
+def _nothing() -> None:
+    """There is nothing left to release."""
+
+
+_GONE = BytesSource(b"")
 
 
 class SaveQueue:
@@ -186,6 +197,11 @@ def save_error(save: Save, where: str, reason: TierStoreError) -> SaveError:
     )
     error.__cause__ = reason
     return error
+
+
+def closed_before_written() -> ClosedError:
+    """Why a save that is on no tier yet will get nowhere."""
+    return ClosedError("the worker was closed before this save was written", hint="give close() a longer deadline")
 
 
 def _closed() -> ClosedError:

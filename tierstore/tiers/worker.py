@@ -24,7 +24,7 @@ from tierstore.tiers.jobs import PendingCopy, SaveJob, WorkerOptions, worker_opt
 from tierstore.tiers.locks import RunLock, lock_path
 from tierstore.tiers.progress import NO_PROGRESS, Progress, TransferBoard
 from tierstore.tiers.promote import ReconcileReport, reconcile
-from tierstore.tiers.saves import Save, SaveQueue
+from tierstore.tiers.saves import Save, SaveQueue, closed_before_written
 from tierstore.tiers.status import Status, WorkerView, collect_status
 from tierstore.tiers.ticket import Ticket
 from tierstore.tiers.tier import Tiers
@@ -37,6 +37,7 @@ T = TypeVar("T")
 
 _ADOPT_WAIT_S = 30.0
 _POLL_S = 0.02
+_STOP_S = 60.0
 
 
 class WorkerSession(Protocol):
@@ -246,10 +247,16 @@ class Worker:
         main, self._main = self._main, None
         if main is None:
             return
-        main.cancel()
-        concurrent.futures.wait([main], timeout=60.0)
+        self._call(lambda engine: engine.stop.set())
+        try:
+            main.result(_STOP_S)
+        except concurrent.futures.TimeoutError:
+            log.error("run=%s the background work did not end within %g s and is abandoned", self.run, _STOP_S)
+            main.cancel()
+        except concurrent.futures.CancelledError:
+            log.debug("run=%s the event loop was closed first", self.run)
         for save in self._queue.waiting():
-            save.ticket.fail(ClosedError("the worker was closed before this save was written", hint="give close() a longer deadline"))
+            save.ticket.fail(closed_before_written())
             self._queue.finish(save)
 
     def _wake(self) -> None:
