@@ -97,7 +97,7 @@ class Engine:
             except asyncio.CancelledError:
                 save.ticket.fail(closed_before_written())
                 raise
-            except Exception as error:
+            except Exception as error:  # boundary: a fault in the program fails this save, not the worker
                 log.exception("checkpoint=%s unexpected failure", save.job.attempt.folder)
                 failure = SaveError(f"unexpected {type(error).__name__} while saving: {error}", hint="report this fault")
                 failure.__cause__ = error

@@ -59,6 +59,7 @@ class Entry:
     looks: int = 0
     working: bool = False
     put_off: bool = False
+    """Whether it was said that this one is put off."""
     reported: str = ""
 
 
@@ -99,7 +100,7 @@ class Lane:
         known = self._entries.get(entry.attempt)
         if known is None or (entry.own and not known.own):
             self._entries[entry.attempt] = entry
-            self._put_off_oldest()
+            self._announce_put_off()
         self._wake.set()
 
     def kick(self) -> None:
@@ -119,8 +120,13 @@ class Lane:
     def pending(self) -> Iterator[PendingCopy]:
         now = asyncio.get_running_loop().time()
         failing = 0.0 if self.failing_since is None else now - self.failing_since
+        waiting = 0
         for entry in self._newest_first():
-            reason = "being copied" if entry.working else "put off: newer checkpoints go first" if entry.put_off else entry.reason
+            if entry.working:
+                reason = "being copied"
+            else:
+                reason = "put off: newer checkpoints go first" if self._is_put_off(waiting) else entry.reason
+                waiting += 1
             yield PendingCopy(attempt=entry.attempt, tier=self.tier.name, nbytes=entry.nbytes, reason=reason, failing_s=failing)
 
     # ---- the task
@@ -143,23 +149,27 @@ class Lane:
     def _newest_first(self) -> list[Entry]:
         return sorted(self._entries.values(), key=lambda e: e.attempt, reverse=True)
 
-    def _put_off_oldest(self) -> None:
-        """Marks what a backlog pushes back; newest first is the order anyway, so put off means: when this lane is idle otherwise."""
-        if self.options.backlog != "skip_oldest":
-            return
-        for entry in self._newest_first()[self.options.max_waiting :]:
-            if not (entry.put_off or entry.working):
+    def _is_put_off(self, newer: int) -> bool:
+        """Whether a backlog pushes an entry back that `newer` others wait before: until this lane has nothing else to do.
+
+        Newest first is the order anyway, so there is nothing to move, only to say.
+        """
+        return self.options.backlog == "skip_oldest" and newer >= self.options.max_waiting
+
+    def _announce_put_off(self) -> None:
+        for newer, entry in enumerate(e for e in self._newest_first() if not e.working):
+            if self._is_put_off(newer) and not entry.put_off:
                 entry.put_off = True
                 log.info("tier=%s checkpoint=%s put off: newer checkpoints go first", self.tier.name, entry.attempt.folder)
 
     async def _work(self, entry: Entry) -> None:
-        entry.working, entry.put_off = True, False
+        entry.working = True
         try:
             await ensure_tier(self.context.tiers, self.tier)
             outcome = await self._advance(entry)
         except TierStoreError as error:
             self._failed(entry, error)
-        except Exception as error:
+        except Exception as error:  # boundary: a fault in the program ends this copy, not the lane
             log.exception("tier=%s checkpoint=%s unexpected failure", self.tier.name, entry.attempt.folder)
             failure = SaveError(f"unexpected {type(error).__name__} while copying to {self.tier.name!r}: {error}", hint="report this fault")
             failure.__cause__ = error
