@@ -71,6 +71,7 @@ def worker_options(config: StoreConfig) -> WorkerOptions:
         files_in_flight=config.io.threads,
         block_nbytes=config.io.block_nbytes,
         commit_timeout_s=config.save.commit_timeout_s,
+        patience_s=config.save.patience_s,
     )
 
 
