@@ -248,13 +248,25 @@ class Store:
         """Loads the newest committed checkpoint, or returns None where the run has none.
 
         A complete attempt that a dead process left on a node tier is committed first. With ``fallback=True`` a checkpoint that is
-        damaged on every tier is passed over for the next older one, with a warning; otherwise its IntegrityError is raised.
+        damaged on every tier is passed over for the next older one, with a warning; otherwise its IntegrityError is raised. So it is
+        where a newer checkpoint's commit record is unreadable on every tier: to begin from an older one, or anew, is not a guess to make.
         """
         self._check_usable()
         self._worker.adopt()
         catalog = self._catalog()
         usable = [c for c in catalog.checkpoints if not (c.superseded or c.hidden)]
+        newest = usable[-1].attempt.step if usable else -1
         skipped: list[int] = []
+        for attempt in catalog.incomplete:
+            if attempt.unreadable and attempt.attempt.step > newest:
+                if not fallback:
+                    raise IntegrityError(
+                        f"run {self.run!r}: the commit record of step {attempt.attempt.step} can't be read: {attempt.unreadable}",
+                        hint="restore the record from a backup, or pass the checkpoint over with resume(fallback=True)",
+                        run=self.run,
+                        step=attempt.attempt.step,
+                    )
+                skipped.append(attempt.attempt.step)
         for info in reversed(usable):
             try:
                 state = self._load(info, into, options)

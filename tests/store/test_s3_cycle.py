@@ -50,7 +50,12 @@ def seaweed(clean_environment: None, tmp_path: Path) -> Iterator[SeaweedServer]:
 
 
 def object_tier(uri: str, options: dict[str, Any], endpoint_url: str = "") -> dict[str, Any]:
-    return {"name": "object", "uri": uri, "scope": "shared", "options": {**options, "endpoint_url": endpoint_url or options["endpoint_url"]}}
+    return {
+        "name": "object",
+        "uri": uri,
+        "scope": "shared",
+        "options": {**options, "endpoint_url": endpoint_url or options["endpoint_url"]},
+    }
 
 
 def three_tiers(folder: Path, remote: dict[str, Any], **save: Any) -> dict[str, Any]:
@@ -90,9 +95,7 @@ def sweep(uri: str, options: dict[str, Any]) -> list[str]:
 def start_child(config: dict[str, Any], steps: list[int]) -> subprocess.Popen[str]:
     plan = json.dumps({"config": config, "steps": steps, "nbytes": NBYTES})
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, str(CHILD), plan], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+    return subprocess.Popen([sys.executable, str(CHILD), plan], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def read_until(child: subprocess.Popen[str], event: str, step: int) -> None:

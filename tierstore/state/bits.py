@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tierstore.errors import FormatError
+from tierstore.errors import FormatError, UsageError
+from tierstore.units import format_size
 
 __all__ = ["as_bits", "dtype_name", "empty", "memory_of", "tensor_over", "torch_dtype"]
 
@@ -63,9 +64,18 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Uninitialised memory on the CPU, whatever default device or dtype the caller has set.
 
     Made as bytes and viewed: for complex32 and other dtypes that torch calls experimental it warns on creation.
+
+    Raises:
+        UsageError: The host does not have so much memory.
     """
     nbytes = dtype.itemsize
     for size in shape:
         nbytes *= size
-    raw = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    try:
+        raw = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    except RuntimeError as error:  # so torch reports a failed allocation on the CPU
+        raise UsageError(
+            f"no memory for a tensor of {format_size(nbytes)} and shape {list(shape)}",
+            hint="read slices of it: open_checkpoint(...)[name][begin:end]; if the size is absurd, run `tierstore verify --level full`",
+        ) from error
     return raw.view(dtype).view(shape)

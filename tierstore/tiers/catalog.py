@@ -130,6 +130,8 @@ class Catalog:
     def _fate_of(self, step: int) -> str:
         for attempt in (*self.incomplete, *self.condemned):
             if attempt.attempt.step == step:
+                if attempt.unreadable:
+                    return f" that can be read: {attempt.unreadable}"
                 missing = f"; rank {_some(list(attempt.missing))} missing" if attempt.missing else ""
                 return f" (an attempt was condemned: {attempt.condemned})" if attempt.condemned else f" (an attempt is incomplete{missing})"
         return " (it was deleted)" if any(a.step == step for a in self.swept) else ""

@@ -80,6 +80,7 @@ class IncompleteAttempt:
     """An attempt without a commit record that counts: under way, left behind, or condemned.
 
     `parts` and `receipts` map a tier's name to the ranks found there. `condemned` is the reason, empty while the fate is open.
+    `unreadable` says what is wrong with its commit record, where it has one that no tier has a readable copy of: its fate is not open.
     """
 
     attempt: Attempt
@@ -87,6 +88,7 @@ class IncompleteAttempt:
     parts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     receipts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     condemned: str = ""
+    unreadable: str = ""
 
     @property
     def missing(self) -> tuple[int, ...] | None:

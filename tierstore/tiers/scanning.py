@@ -167,7 +167,8 @@ def _decide(attempt: Attempt, authority: _View | None, views: Sequence[_View], s
     for text in damages:
         _warn(scanned, cache, f"{name}: {text}; it is not used as the latest checkpoint")
     if not records:
-        scanned.incomplete.append(IncompleteAttempt(attempt=attempt, receipts=_receipts(attempt, views)))
+        unreadable = "; ".join(damages)
+        scanned.incomplete.append(IncompleteAttempt(attempt=attempt, receipts=_receipts(attempt, views), unreadable=unreadable))
         return True
     facts = fold(records)
     if facts.fate.kind == "condemned":
