@@ -21,6 +21,9 @@ BUCKET = "demo"
 _MARKER = "demo.json"
 _OURS = ("demo.json", "tierstore.yaml", "node", "shared", "s3", "torch-save", "logs")
 
+_STOP_S = 2.0
+"""How long the server may take to end in order; what it has acknowledged survives a SIGKILL too."""
+
 _YAML = """\
 # Written by `tierstore demo`. The keys are those of the demo's own S3 server on this machine.
 version: 1
@@ -92,10 +95,13 @@ class DemoPlace:
             RefusedError: The earlier demo's server keeps nothing.
         """
         server = embedded_server(self.root / "s3", self._earlier_port() if again else None)
-        with server:
+        try:
+            server.start()
             server.make_bucket(BUCKET)
             (self.root / _MARKER).write_text(json.dumps({"server": server.kind, "port": server.port}) + "\n")
             yield server
+        finally:
+            server.stop(timeout_s=_STOP_S)
 
     def write_config(self, server: SeaweedServer | MotoServer, every: int) -> None:
         """Writes the YAML file that the demo's processes, and people afterwards, use."""

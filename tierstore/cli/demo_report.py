@@ -144,7 +144,7 @@ def look_further(config: Path, *, serving: bool, serve_again: bool) -> Sequence[
         (f"{look} show @latest", "one checkpoint: facts, files, replicas, its log"),
         (f"{look} tensors @latest 'master.*norm*'", "tensors by name"),
         (f"{look} cat @latest objects.json", "what is not a tensor, readable"),
-        (f"{look} verify --level full", "every byte of every tier against its SHA-256"),
+        (f"{look} verify --tier object --level full", "every byte on S3 against its SHA-256"),
         (f"{look} status", "what each tier holds, what is pending"),
         (f"rm -r {folder}", "when you are done"),
     ]

@@ -22,7 +22,7 @@ from tierstore.errors import TierStoreError
 
 __all__ = ["Terminal", "plain_json"]
 
-_ALIKE = 3
+_ALIKE = 1
 """So many log lines of one kind are shown."""
 
 _WIDE = 10_000
