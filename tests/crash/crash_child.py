@@ -1,17 +1,21 @@
 """A trainer to be killed: saves deterministic states through the tiers and prints what was acknowledged, one JSON line each.
 
-python crash_child.py '{"tiers": [...], "steps": 3, "nbytes": 3000000, "sync": true}'
+The harness forks it from a server that has imported torch, and tells it where to die.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
-import sys
+import os
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 import tierstore
+from tierstore import crashpoints
 
 
 def state_of(step: int, nbytes: int) -> dict[str, Any]:
@@ -22,11 +26,10 @@ def state_of(step: int, nbytes: int) -> dict[str, Any]:
 
 
 def say(**facts: Any) -> None:
-    print(json.dumps(facts), flush=True)
+    os.write(1, (json.dumps(facts) + "\n").encode())  # at once: the background thread says things too
 
 
-def main() -> None:
-    plan = json.loads(sys.argv[1])
+def train(plan: Mapping[str, Any]) -> None:
     with tierstore.open(plan["tiers"], run="crash") as store:
         resumed = store.resume()
         first = resumed.step + 1 if resumed else 1
@@ -34,7 +37,7 @@ def main() -> None:
         for step in range(first, first + plan["steps"]):
             ticket = store.save(step, state_of(step, plan["nbytes"]))
             say(event="saving", step=step)
-            for level in ("staged", "committed", *plan.get("wait", [])):
+            for level in ("staged", "committed"):
                 ticket.on(level, lambda event: say(event=event.level, step=event.attempt.step))
             if plan["sync"]:
                 ticket.wait("durable", timeout=60)
@@ -42,5 +45,12 @@ def main() -> None:
     say(event="end")
 
 
-if __name__ == "__main__":
-    main()
+def main(plan: Mapping[str, Any], environment: Mapping[str, str], output: Connection, errors: str) -> None:
+    """The process: what it prints goes to `output`, its complaints to the file `errors`."""
+    os.dup2(output.fileno(), 1)
+    fd = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, 2)
+    os.environ.update(environment)
+    importlib.reload(crashpoints)  # it was imported before the environment named a point; `reach` sees what is read now
+    torch.set_num_threads(1)
+    train(plan)

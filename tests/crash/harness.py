@@ -1,12 +1,13 @@
-"""What the crash tests share: running the child, killing it, and checking the promises on what it left."""
+"""What the crash tests share: starting the child in milliseconds, killing it, and checking the promises on what it left."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,64 @@ import tierstore
 from tierstore.testing.equality import assert_same_state
 
 sys.path.insert(0, str(Path(__file__).parent))
+import crash_child
 from crash_child import state_of
 
-CHILD = Path(__file__).parent / "crash_child.py"
 NBYTES = 3_000_000
 
+# The server is a process without threads or stores that has imported torch, which takes seconds; each child is a fork of it.
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["torch", "tierstore.store", "tierstore.storage.s3"])
 
-def start_child(tiers: Sequence[Any], *, steps: int, sync: bool, env: Mapping[str, str], nbytes: int = NBYTES) -> subprocess.Popen[str]:
-    plan = {"tiers": list(tiers), "steps": steps, "sync": sync, "nbytes": nbytes}
-    return subprocess.Popen(
-        [sys.executable, str(CHILD), json.dumps(plan)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-    )
+
+class Child:
+    """A trainer in a process of its own.
+
+    Args:
+        tiers: The tiers, nearest first.
+        steps: How many steps it saves.
+        sync: Whether it waits for each save to be durable before the next.
+        env: Environment variables: where to die.
+        errors: The file that takes its standard error.
+        nbytes: The size of its state, in bytes.
+    """
+
+    def __init__(self, tiers: Sequence[Any], *, steps: int, sync: bool, env: Mapping[str, str], errors: Path, nbytes: int = NBYTES) -> None:
+        plan = {"tiers": list(tiers), "steps": steps, "sync": sync, "nbytes": nbytes}
+        self._errors = errors
+        reader, writer = _SERVER.Pipe(duplex=False)
+        self._process = _SERVER.Process(target=crash_child.main, args=(plan, dict(env), writer, str(errors)))
+        self._process.start()
+        writer.close()  # the child's copy is the only one now: its death ends the output
+        self._output = os.fdopen(os.dup(reader.fileno()), encoding="utf-8")
+        reader.close()
+
+    def lines(self) -> Iterator[str]:
+        """What it prints, line by line, until it is dead."""
+        while line := self._output.readline():
+            yield line
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def end(self, timeout: float) -> tuple[int | None, str]:
+        """Waits for its death, or kills it after `timeout` seconds; returns the exit status and all that `lines` did not give."""
+        watchdog = threading.Timer(timeout, self.kill)
+        watchdog.start()
+        try:
+            output = self._output.read()
+            self._process.join()
+        finally:
+            watchdog.cancel()
+            self._output.close()
+        status = self._process.exitcode
+        self._process.close()
+        return status, output
+
+    @property
+    def errors(self) -> str:
+        """Its complaints."""
+        return self._errors.read_text() if self._errors.exists() else ""
 
 
 def events_of(output: str) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import acknowledged, check_promises, events_of, start_child
+from harness import Child, acknowledged, check_promises, events_of
 
 from tierstore.crashpoints import CRASH_EXIT, CRASH_POINTS
 
@@ -23,10 +23,10 @@ def s3_tiers(tmp_path: Path, s3_bucket: str, s3_options: dict[str, Any]) -> list
     return [str(tmp_path / "node"), str(tmp_path / "shared"), remote]
 
 
-def crash_and_check(tiers: list[Any], point: str, nth: int, nbytes: int) -> None:
-    child = start_child(tiers, steps=3, sync=True, env={"TIERSTORE_CRASH_AT": f"{point}:{nth}"}, nbytes=nbytes)
-    output, errors = child.communicate(timeout=100)
-    assert child.returncode == CRASH_EXIT, f"{point} was not passed {nth} times: {errors}"
+def crash_and_check(tiers: list[Any], point: str, nth: int, nbytes: int, errors: Path) -> None:
+    child = Child(tiers, steps=3, sync=True, env={"TIERSTORE_CRASH_AT": f"{point}:{nth}"}, nbytes=nbytes, errors=errors)
+    status, output = child.end(100)
+    assert status == CRASH_EXIT, f"{point} was not passed {nth} times: {child.errors}"
     events = events_of(output)
     check_promises(tiers, acknowledged(events), acknowledged(events, "staged"), nbytes=nbytes)
 
@@ -34,20 +34,21 @@ def crash_and_check(tiers: list[Any], point: str, nth: int, nbytes: int) -> None
 @pytest.mark.parametrize("point", LOCAL_POINTS)
 def test_a_crash_at_any_point_loses_nothing_acknowledged(point: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     for nth in range(1, 9) if pytestconfig.getoption("--long") else (2,):
-        crash_and_check(local_tiers(tmp_path / str(nth)), point, nth, 3_000_000)
+        crash_and_check(local_tiers(tmp_path / str(nth)), point, nth, 3_000_000, tmp_path / "errors")
 
 
 @pytest.mark.parametrize("point", S3_POINTS)
 def test_a_crash_around_an_upload_loses_nothing_acknowledged(
     point: str, tmp_path: Path, s3_bucket: str, s3_options: dict[str, Any]
 ) -> None:
-    crash_and_check(s3_tiers(tmp_path, s3_bucket, s3_options), point, 1, 20_000_000)
+    crash_and_check(s3_tiers(tmp_path, s3_bucket, s3_options), point, 1, 20_000_000, tmp_path / "errors")
 
 
 def test_every_registered_point_is_reached(tmp_path: Path, s3_bucket: str, s3_options: dict[str, Any]) -> None:
     log = tmp_path / "passed"
     tiers = s3_tiers(tmp_path, s3_bucket, s3_options)
-    child = start_child(tiers, steps=1, sync=True, env={"TIERSTORE_CRASH_LOG": str(log)}, nbytes=20_000_000)
-    _, errors = child.communicate(timeout=100)
-    assert child.returncode == 0, errors
+    env = {"TIERSTORE_CRASH_LOG": str(log)}
+    child = Child(tiers, steps=1, sync=True, env=env, nbytes=20_000_000, errors=tmp_path / "errors")
+    status, _ = child.end(100)
+    assert status == 0, child.errors
     assert set(log.read_text().split()) == set(CRASH_POINTS)

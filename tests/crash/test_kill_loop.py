@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import time
 from pathlib import Path
 
 import pytest
-from harness import acknowledged, check_promises, events_of, start_child
+from harness import Child, acknowledged, check_promises, events_of
 
 
 @pytest.mark.timeout(3600)
@@ -18,17 +17,20 @@ def test_every_acknowledged_save_survives_kill_9(tmp_path: Path, pytestconfig: p
     moments = random.Random(int.from_bytes(os.urandom(4), "big"))
     acked: set[int] = set()
     for turn in range(200 if pytestconfig.getoption("--long") else 5):
-        child = start_child(tiers, steps=10_000, sync=False, env={})
-        assert child.stdout is not None
+        child = Child(tiers, steps=10_000, sync=False, env={}, errors=tmp_path / "errors")
         lines: list[str] = []
-        while '"saving"' not in (line := child.stdout.readline()):  # it is training now
-            assert line, child.communicate()[1]
+        for line in child.lines():
             lines.append(line)
-        delay = moments.uniform(0.0, 1.5)
+            if '"saving"' in line:  # it is training now
+                break
+        else:
+            pytest.fail(child.errors)
+        delay = moments.uniform(0.0, 0.8)
         time.sleep(delay)
-        child.send_signal(signal.SIGKILL)
-        rest, _ = child.communicate(timeout=60)
-        events = events_of("".join([*lines, line, rest]))
+        child.kill()
+        status, rest = child.end(60)
+        assert status == -9
+        events = events_of("".join([*lines, rest]))
         acked |= acknowledged(events)
         found = check_promises(tiers, acked, acknowledged(events, "staged"))
         acked |= {max(found, default=0) + 1}  # the save that check_promises made and saw durable
