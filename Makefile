@@ -42,7 +42,7 @@ bench: $(VENV)/.dev
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(python) $$script $(ARGS); done
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-data
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis tierstore-demo
 
 # The environment, with torch in it; made anew only if it is not there.
 $(VENV)/.torch: $(project)
