@@ -129,9 +129,7 @@ class _Demo:
         elif any(a.attempt.step == self.killed_at for a in catalog.incomplete):
             self.story.tell(f"Step {self.killed_at} has no commit record: no reader will take what is there for a checkpoint.")
         else:
-            self.story.tell(
-                f"Of step {self.killed_at} there is no trace but a temporary file: it is no checkpoint, and no reader sees one."
-            )
+            self.story.tell(f"Step {self.killed_at} left nothing that counts: it is no checkpoint, and no reader sees one.")
 
     def _resume(self) -> None:
         self.story.chapter("Resume from the newest committed checkpoint")
@@ -143,7 +141,7 @@ class _Demo:
         elif resumed is None:
             self.story.tell("Nothing had been committed before the kill: training began anew.")
         else:
-            self.story.tell(f"Steps {resumed + 1} to {self.killed_at} were computed a second time.")
+            self.story.tell(f"What came after step {resumed}, up to step {self.killed_at}, was computed a second time.")
         self._show_catalog()
 
     def _compare(self) -> None:
@@ -243,7 +241,7 @@ class _Demo:
     def _describe_training(self, event: dict[str, object]) -> None:
         self.story.tell(
             f"A byte-level transformer of {event['parameters']} parameters reads Python's own library: bf16 weights, fp32 master "
-            f"weights, AdamW; {self.steps} steps, a save every {self.every} (torch {event['torch']}, {event['threads']} threads)."
+            f"weights, AdamW; {self.steps} steps, a save every {self.every} (torch {event['torch']}, {event['threads']} thread)."
         )
 
     def _tell_save(self, event: dict[str, object]) -> None:
