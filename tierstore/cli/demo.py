@@ -165,7 +165,9 @@ class _Demo:
                 committed_s=sorted(committed),
                 object_s=sorted(remote),
             )
-        self.story.emit({"type": "stalls", "tierstore_s": self.ours.stall_s, "torch_save_s": self.theirs.stall_s})
+        self.story.emit(
+            {"type": "stalls", "tierstore_s": self.ours.stall_s, "torch_save_s": self.theirs.stall_s, "step_s": self.ours.step_s}
+        )
 
     def _from_s3_alone(self) -> None:
         self.story.chapter("Lose the node and the shared file system; resume from S3 alone")
