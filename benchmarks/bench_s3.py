@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from common import Table, arguments, change, scratch, state_nbytes, timed, training_state
+from common import Table, arguments, change, save_until, scratch, state_nbytes, timed, training_state
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 import tierstore
-from tierstore.testing.servers import CountingProxy, embedded_server
+from tierstore.testing.proxy import CuttingProxy
+from tierstore.testing.servers import embedded_server
 from tierstore.units import format_size
 
 
@@ -23,7 +24,7 @@ def main() -> None:
     flat = {f"{group}.{name}": tensor for group, tensors in state.items() for name, tensor in tensors.items()}
     up = Table("Upload until readable in the bucket", nbytes, "DCP save, FsspecWriter on s3fs, no hash")
     down = Table("Load everything from the bucket into existing tensors", nbytes, "DCP load, FsspecReader on s3fs, no check")
-    with scratch(args.directory) as root, embedded_server(root / "server") as server, CountingProxy(server.endpoint_url) as proxy:
+    with scratch(args.directory) as root, embedded_server(root / "server") as server, CuttingProxy(server.endpoint_url) as proxy:
         server.make_bucket("bench")
         options = server.options()
         counted = {**options, "endpoint_url": proxy.endpoint_url}
@@ -32,16 +33,16 @@ def main() -> None:
         with tierstore.open({"version": 1, "run": "bench", "tiers": [tier]}) as store:
             for turn in range(1, args.repeat + 1):
                 change(state)
-                up.add("tierstore, SHA-256 of every block, until committed", timed(lambda turn=turn: store.save(turn, state).wait("committed", timeout=1200)))
-                writer = FsspecWriter(f"s3://bench/dcp-{turn}", **options)
-                up.add("DCP save, FsspecWriter on s3fs, no hash", timed(lambda w=writer: dcp.save(flat, storage_writer=w, no_dist=True)))
+                up.add("tierstore, SHA-256 of every block, until committed", timed(save_until, store, turn, state, "committed"))
+                writer = FsspecWriter(f"s3://bench/dcp-{turn}", **for_s3fs(options))
+                up.add("DCP save, FsspecWriter on s3fs, no hash", timed(dcp.save, flat, storage_writer=writer, no_dist=True))
 
                 target = {group: {n: torch.zeros_like(t) for n, t in tensors.items()} for group, tensors in state.items()}
-                down.add("tierstore, every block proved", timed(lambda t=target: store.load(into=t)))
+                down.add("tierstore, every block proved", timed(store.load, into=target))
                 assert all(torch.equal(target[g][n], t) for g, ts in state.items() for n, t in ts.items())
                 other = {name: torch.zeros_like(tensor) for name, tensor in flat.items()}
-                reader = FsspecReader(f"s3://bench/dcp-{turn}", **options)
-                down.add("DCP load, FsspecReader on s3fs, no check", timed(lambda o=other, r=reader: dcp.load(o, storage_reader=r, no_dist=True)))
+                reader = FsspecReader(f"s3://bench/dcp-{turn}", **for_s3fs(options))
+                down.add("DCP load, FsspecReader on s3fs, no check", timed(dcp.load, other, storage_reader=reader, no_dist=True))
                 assert all(torch.equal(other[n], t) for n, t in flat.items())
         up.show()
         down.show()
@@ -52,14 +53,23 @@ def main() -> None:
         print(f"\nOne eighth of the rows of master.{name} ({format_size(wanted.nbytes)} of {format_size(state['master'][name].nbytes)})")
         with tierstore.open({"version": 1, "run": "bench", "tiers": [{**tier, "options": counted}]}) as store:
             checkpoint = store.open_checkpoint()
-            proxy.reset()
+            proxy.clear()
             assert torch.equal(checkpoint[f"master.{name}"][rows : 2 * rows], wanted)
-            print(f"  tierstore: {proxy.requests} requests, {format_size(proxy.response_bytes)}, x{proxy.response_bytes / wanted.nbytes:.3f} of the slice")
-        proxy.reset()
-        reader = FsspecReader(f"s3://bench/dcp-{args.repeat}", **counted)
+            print(f"  tierstore: {fetched(proxy, wanted.nbytes)}")
+        proxy.clear()
+        reader = FsspecReader(f"s3://bench/dcp-{args.repeat}", **for_s3fs(counted))
         dcp.load({f"master.{name}": torch.zeros_like(state["master"][name])}, storage_reader=reader, no_dist=True)
-        print(f"  DCP FsspecReader: {proxy.requests} requests, {format_size(proxy.response_bytes)}, x{proxy.response_bytes / wanted.nbytes:.3f} (it reads whole tensors)")
-        shutil.rmtree(root / "server", ignore_errors=True)
+        print(f"  DCP FsspecReader, which reads whole tensors: {fetched(proxy, wanted.nbytes)}")
+
+
+def for_s3fs(options: dict[str, Any]) -> dict[str, Any]:
+    """The same options as bare s3fs takes them."""
+    rest = {key: value for key, value in options.items() if key != "region_name"}
+    return {**rest, "client_kwargs": {"region_name": options["region_name"]}}
+
+
+def fetched(proxy: CuttingProxy, nbytes: int) -> str:
+    return f"{len(proxy.requests)} requests, {format_size(proxy.body_nbytes)}, x{proxy.body_nbytes / nbytes:.3f} of the slice"
 
 
 if __name__ == "__main__":

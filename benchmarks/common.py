@@ -12,9 +12,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
+import tierstore
 from tierstore.units import format_size, parse_size
 
 
@@ -50,11 +52,19 @@ def change(state: dict[str, dict[str, torch.Tensor]]) -> None:
                 tensor.mul_(1.0009765625)
 
 
-def timed(work: Callable[[], object]) -> float:
+def timed(work: Callable[..., object], *args: Any, **kwargs: Any) -> float:
+    """Seconds that ``work(*args, **kwargs)`` takes."""
     gc.collect()
     began = time.perf_counter()
-    work()
+    work(*args, **kwargs)
     return time.perf_counter() - began
+
+
+def save_until(store: tierstore.Store, step: int, state: Any, level: str) -> tierstore.Ticket:
+    """Saves and waits for a level."""
+    ticket = store.save(step, state)
+    ticket.wait(level, timeout=1200)
+    return ticket
 
 
 class Table:

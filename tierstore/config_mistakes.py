@@ -20,6 +20,7 @@ ABSENT: Any = object()
 
 _SECRET = re.compile(r"key|secret|token|passw|pwd|credential|\bsas\b|(^|_)sas(_|$)|auth|cookie|signature", re.IGNORECASE)
 _USERINFO = re.compile(r"://.*@", re.DOTALL)
+_QUERY = re.compile(r"(://[^?]*\?).*", re.DOTALL)
 _SHOWN_CHARS = 100
 
 
@@ -49,13 +50,13 @@ def is_secret(name: object) -> bool:
 
 
 def redact(value: Any) -> Any:
-    """A copy of `value` with every secret replaced by ``***``: values of secret keys, and user information in URIs."""
+    """A copy of `value` with every secret replaced by ``***``: values of secret keys, user information and queries in URIs."""
     if isinstance(value, Mapping):
         return {k: MASK if is_secret(k) else redact(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [redact(v) for v in value]
     if isinstance(value, str):
-        return _USERINFO.sub(f"://{MASK}@", value)
+        return _QUERY.sub(rf"\1{MASK}", _USERINFO.sub(f"://{MASK}@", value))  # a presigned URL's query is a credential
     return value
 
 

@@ -120,6 +120,10 @@ class Catalog:
         return NotFoundError(f"run {self.run!r} has no committed {what}{detail}", hint=hint, run=self.run, step=reference.step)
 
     def _no_checkpoint(self, what: str) -> NotFoundError:
+        unreadable = [a for a in self.incomplete if a.unreadable]
+        if unreadable:
+            message = f"run {self.run!r} has no committed {what} that can be read: {unreadable[-1].unreadable}"
+            return NotFoundError(message, hint="restore that record from a backup", run=self.run, step=unreadable[-1].attempt.step)
         if self.incomplete or self.condemned:
             attempts = sorted({a.attempt.step for a in (*self.incomplete, *self.condemned)})
             message = f"run {self.run!r} has no committed checkpoint, only attempts at steps {_some(attempts)} that did not commit"

@@ -109,6 +109,7 @@ class Engine:
         """Writes one image to the nearest tier that takes it; tries for as long as the process lives."""
         backoff = Backoff(base_s=self.options.retry_first_s, cap_s=self.options.retry_most_s)
         while not save.dropped:
+            refusals: dict[str, TierStoreError] = {}
             for tier in (*staging(self.tiers), self.tiers.authority):
                 try:
                     await self.persist_to(save, tier)
@@ -117,8 +118,11 @@ class Engine:
                         self.give_up(save, f"writing to tier {tier.name!r}", error)
                         return
                     self.cannot_write(save, tier, error)
+                    refusals[tier.name] = error
                 else:
                     self.persisted(save, tier)
+                    for name, refusal in refusals.items():
+                        save.ticket.fail(refusal, levels=[name])  # it is past that tier: who waits for it would wait for ever
                     return
             self.queue.yield_turn(save)
             save.reason = "failed, tried again: no tier takes it"
