@@ -59,7 +59,7 @@ def main() -> None:
         proxy.clear()
         reader = FsspecReader(f"s3://bench/dcp-{args.repeat}", **for_s3fs(counted))
         dcp.load({f"master.{name}": torch.zeros_like(state["master"][name])}, storage_reader=reader, no_dist=True)
-        print(f"  DCP FsspecReader, which reads whole tensors: {fetched(proxy, wanted.nbytes)}")
+        print(f"  DCP FsspecReader (whole tensors, through the read-ahead of s3fs): {fetched(proxy, wanted.nbytes)}")
 
 
 def for_s3fs(options: dict[str, Any]) -> dict[str, Any]:
