@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tierstore.clock import Clock
-from tierstore.errors import SaveError, TierStoreError
+from tierstore.errors import RefusedError, SaveError, TierStoreError
 from tierstore.names import Attempt
 from tierstore.storage.contract import Source
 from tierstore.storage.sources import ThrottledSource
@@ -23,6 +23,7 @@ from tierstore.tiers.promote import pending
 from tierstore.tiers.retry import Backoff, Verdict, judge
 from tierstore.tiers.saves import Save, SaveQueue, closed_before_written, save_error
 from tierstore.tiers.tier import Tier, Tiers, ensure_tier
+from tierstore.tiers.together import only_ours_to_cancel
 from tierstore.tiers.view import AttemptView, further, staging
 
 __all__ = ["Engine"]
@@ -49,7 +50,8 @@ class Engine:
     trouble: dict[str, str] = field(default_factory=dict)
     """Tier → the last error of writing an image there, while it lasts."""
     scanned: bool = False
-    scan_error: str = ""
+    scan_error: TierStoreError | None = None
+    """Why the last look for what other processes left failed; None if it did not."""
 
     # ---- tasks
 
@@ -112,7 +114,7 @@ class Engine:
             refusals: dict[str, TierStoreError] = {}
             for tier in (*staging(self.tiers), self.tiers.authority):
                 try:
-                    await self.persist_to(save, tier)
+                    await only_ours_to_cancel(self.persist_to(save, tier))
                 except TierStoreError as error:
                     if judge(error) is Verdict.FAIL:
                         self.give_up(save, f"writing to tier {tier.name!r}", error)
@@ -124,8 +126,8 @@ class Engine:
                     for name, refusal in refusals.items():
                         save.ticket.fail(refusal, levels=[name])  # it is past that tier: who waits for it would wait for ever
                     return
+            save.reason = f"failed, tried again: no tier takes it ({'; '.join(f'{name}: {e.message}' for name, e in refusals.items())})"
             self.queue.yield_turn(save)
-            save.reason = "failed, tried again: no tier takes it"
             try:
                 await asyncio.wait_for(self.wake.wait(), backoff.next_s())
             except asyncio.TimeoutError:
@@ -164,13 +166,15 @@ class Engine:
 
     async def rescan(self) -> None:
         try:
-            catalog = await scan(self.tiers, self.run, self.cache)
+            catalog = await only_ours_to_cancel(scan(self.tiers, self.run, self.cache))
         except TierStoreError as error:
-            if self.scan_error != error.message:
+            if self.scan_error is None or self.scan_error.message != error.message:
                 log.warning("run=%s can't look for pending work: %s", self.run, error.message)
-            self.scan_error = error.message
+            self.scan_error = error
             return
-        self.scanned, self.scan_error = True, ""
+        # Without the authority the other tiers still tell of themselves, but not what is committed: that is no look at everything.
+        self.scan_error = catalog.unreachable.get(self.tiers.authority.name)
+        self.scanned = self.scan_error is None
         for copy in pending(catalog, self.tiers):
             self.lanes[copy.tier].add(Entry(attempt=copy.attempt, own=copy.attempt in self.saves, nbytes=copy.nbytes))
 
@@ -238,7 +242,10 @@ class Engine:
             if ticket.done(self.tiers.durable_at.name):
                 ticket.reach("durable")
         if not any(attempt in lane.attempts for lane in self.lanes.values()):
-            self.saves.pop(attempt, None)  # nothing is left to do, or to tell
+            self.saves.pop(attempt, None)  # nothing is left to do
+            if view.log.hidden:  # nor will be: who still waits for a copy would wait for ever
+                reason = "the checkpoint expired before it got there"
+                ticket.fail(RefusedError(reason, hint="`tierstore show` prints its log", run=attempt.run, step=attempt.step))
 
     def feed_lanes(self, attempt: Attempt) -> None:
         """The commit is what the other lanes wait for: they look at once."""
@@ -269,8 +276,9 @@ class Engine:
     # ---- questions
 
     def pending(self) -> list[PendingCopy]:
+        failing_s = self.queue.failing_s()
         found = [
-            PendingCopy(attempt=s.job.attempt, tier=self.tiers.nearest.name, nbytes=s.job.nbytes, reason=s.reason)
+            PendingCopy(attempt=s.job.attempt, tier=self.tiers.nearest.name, nbytes=s.job.nbytes, reason=s.reason, failing_s=failing_s)
             for s in self.queue.waiting()
         ]
         for lane in self.lanes.values():

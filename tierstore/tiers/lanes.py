@@ -19,6 +19,7 @@ from tierstore.tiers.jobs import PendingCopy, WorkerOptions
 from tierstore.tiers.locks import RunLock
 from tierstore.tiers.retry import Backoff, Verdict, judge
 from tierstore.tiers.tier import Tier, ensure_tier
+from tierstore.tiers.together import only_ours_to_cancel
 from tierstore.tiers.view import AttemptView
 
 __all__ = ["Entry", "Lane", "LaneReports"]
@@ -165,8 +166,7 @@ class Lane:
     async def _work(self, entry: Entry) -> None:
         entry.working = True
         try:
-            await ensure_tier(self.context.tiers, self.tier)
-            outcome = await self._advance(entry)
+            outcome = await only_ours_to_cancel(self._advance(entry))
         except TierStoreError as error:
             self._failed(entry, error)
         except Exception as error:  # boundary: a fault in the program ends this copy, not the lane
@@ -181,6 +181,7 @@ class Lane:
 
     async def _advance(self, entry: Entry) -> Outcome:
         """Under the lock; while another process has it, only looks at how far that one has come."""
+        await ensure_tier(self.context.tiers, self.tier)
         due = entry.give_up_at is not None and self.context.clock.monotonic() >= entry.give_up_at
         locked = False
         try:

@@ -1,12 +1,14 @@
-"""Doing many small things at once, bounded, without leaving any of them behind."""
+"""Doing many small things at once, bounded, without leaving any of them behind; and one that nobody may cancel but its caller."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
-__all__ = ["together"]
+from tierstore.errors import TemporaryError
+
+__all__ = ["only_ours_to_cancel", "together"]
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -41,3 +43,26 @@ async def together(work: Callable[[_T], Awaitable[_R]], items: Iterable[_T], *, 
         if isinstance(result, BaseException):
             raise result
     return done  # type: ignore[return-value]  # no failure: every item has its result
+
+
+async def only_ours_to_cancel(coro: Coroutine[Any, Any, _R]) -> _R:
+    """Awaits `coro`; a cancellation from beneath (a client library that cancels its own requests) is an error like any other.
+
+    A stray `asyncio.CancelledError` would end the task that it comes up in, and with it a background worker, without a word. In a
+    task of its own the two kinds can be told apart. Cancelling the caller cancels `coro`, and it ends before the caller does.
+
+    Raises:
+        TemporaryError: `coro` was cancelled, and not by us.
+    """
+    task = asyncio.ensure_future(coro)
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # we are cancelled: nobody asks what it came to
+        raise
+    if task.cancelled():
+        raise TemporaryError("an operation was cancelled from beneath, by its storage or a client library", hint="it is tried again")
+    return task.result()
