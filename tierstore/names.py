@@ -23,6 +23,7 @@ __all__ = [
     "check_run",
     "check_step",
     "log_root",
+    "later_save_id",
     "new_save_id",
     "parse_reference",
     "part_name",
@@ -46,16 +47,36 @@ MAX_STEP = 10**15 - 1
 
 def new_save_id(at: datetime) -> str:
     """Makes a ULID: 48 bits of milliseconds since the epoch, 80 random bits (https://github.com/ulid/spec)."""
-    value = (int(at.timestamp() * 1000) << 80) | secrets.randbits(80)
-    return "".join(_ALPHABET[(value >> shift) & 31] for shift in range(125, -1, -5))
+    return _save_id(int(at.timestamp() * 1000))
+
+
+def later_save_id(at: datetime, than: str) -> str:
+    """Makes a save id that sorts after `than` whatever the clock says: where `at` is not later, a millisecond after `than`.
+
+    Its 80 random bits are fresh, so that two processes that know the same last id never make the same next one.
+    """
+    millis = max(0, int(at.timestamp() * 1000))
+    return _save_id(max(millis, min(_millis(than) + 1, _LAST_MILLI)) if than else millis)
 
 
 def save_id_time(save_id: str) -> datetime:
     """When a save id was made, by its maker's clock; for people, it steers nothing. Years past 9999 are shown as 9999."""
+    return datetime.fromtimestamp(min(_millis(save_id) / 1000, 253402300799), timezone.utc)
+
+
+_LAST_MILLI = (1 << 48) - 1  # the year 10889
+
+
+def _save_id(millis: int) -> str:
+    value = (millis << 80) | secrets.randbits(80)
+    return "".join(_ALPHABET[(value >> shift) & 31] for shift in range(125, -1, -5))
+
+
+def _millis(save_id: str) -> int:
     millis = 0
     for letter in save_id[:10]:
         millis = millis << 5 | _ALPHABET.index(letter)
-    return datetime.fromtimestamp(min(millis / 1000, 253402300799), timezone.utc)
+    return millis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -20,7 +20,7 @@ from tierstore.clock import Clock, SystemClock, utc_text
 from tierstore.config import StoreConfig, load_config
 from tierstore.errors import ClosedError, IntegrityError, TierStoreError, UsageError
 from tierstore.format.objects import ObjectCodecs
-from tierstore.names import Attempt, Reference, check_run, check_step, new_save_id, parse_reference
+from tierstore.names import Attempt, Reference, check_run, check_step, later_save_id, parse_reference
 from tierstore.state.codecs import default_codecs
 from tierstore.state.image import ImagePool
 from tierstore.state.lazy import Checkpoint
@@ -359,19 +359,19 @@ class Store:
         return None if nearest.durable else self._session.tiers.nearest.storage.local_path(".tmp")
 
     def _next_save_id(self) -> str:
+        """Two attempts within a millisecond, or a clock that stepped back, here or since the last process: later sorts later."""
         with self._lock:
-            made = new_save_id(self._clock.now())
-            while made <= self._last_save_id:  # two attempts within a millisecond, or a clock that stepped back: later sorts later
-                made = self._last_save_id[:10] + new_save_id(self._clock.now())[10:]
-            self._last_save_id = made
-            return made
+            self._last_save_id = later_save_id(self._clock.now(), self._last_save_id)
+            return self._last_save_id
 
     def _facts(self, metrics: Mapping[str, float] | None, tags: Sequence[str] | None, final: bool) -> dict[str, Any]:
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise UsageError(f"metrics are a mapping of names to numbers, not {metrics!r}", hint="pass e.g. metrics={'val/loss': 1.9}")
         numbers: dict[str, float] = {}
         for name, value in (metrics or {}).items():
             try:
                 numbers[str(name)] = float(value)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a tensor of several
                 raise UsageError(
                     f"metric {name!r} is {value!r}, not a number", hint="pass floats, e.g. metrics={'val/loss': 1.9}"
                 ) from error
@@ -392,7 +392,12 @@ class Store:
 
     def _catalog(self, run: str | None = None) -> Catalog:
         self._check_usable()
-        return self._session.run(scan(self._session.tiers, run or self.run, cache=self._cache))
+        catalog = self._session.run(scan(self._session.tiers, run or self.run, cache=self._cache))
+        if catalog.run == self.run:
+            newest = max((c.attempt.save_id for c in (*catalog.checkpoints, *catalog.incomplete)), default="")
+            with self._lock:
+                self._last_save_id = max(self._last_save_id, newest)
+        return catalog
 
     def _resolve(self, which: Which) -> CheckpointInfo:
         if isinstance(which, str):

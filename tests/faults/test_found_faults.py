@@ -1,0 +1,54 @@
+"""Faults that were found by attacking the whole store; each test is named after its fault."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierstore
+from tierstore.clock import SystemClock
+from tierstore.errors import UsageError
+
+
+def tiers_of(tmp_path: Path) -> list[str]:
+    return [str(tmp_path / "node"), str(tmp_path / "shared")]
+
+
+class SteppedClock(SystemClock):
+    """The system's clock, off by `days`."""
+
+    def __init__(self, days: float = 0.0) -> None:
+        self.days = days
+
+    def now(self) -> datetime:
+        return datetime.now(timezone.utc) + timedelta(days=self.days)
+
+
+def test_saves_after_the_clock_stepped_back_do_not_get_slower_and_slower_until_they_hang(tmp_path: Path) -> None:
+    clock = SteppedClock()
+    with tierstore.open(tiers_of(tmp_path), run="r", clock=clock) as store:
+        store.save(0, {"i": 0})
+        clock.days = -365.0
+        for step in range(1, 60):  # each draw was repeated until it lay above the last: the expected number doubled with each save
+            store.save(step, {"i": step})
+        store.sync(60)
+        assert [c.attempt.step for c in store.checkpoints()] == list(range(60))
+
+
+def test_a_step_saved_again_by_a_process_whose_clock_is_behind_supersedes_the_older_one(tmp_path: Path) -> None:
+    with tierstore.open(tiers_of(tmp_path), run="r") as store:
+        store.save(1, {"i": "old"}).wait("durable", 30)
+    with tierstore.open(tiers_of(tmp_path), run="r", clock=SteppedClock(-3650.0)) as store:
+        assert store.resume() is not None
+        store.save(1, {"i": "new"}).wait("durable", 30)
+        assert store.load(1) == {"i": "new"}
+
+
+@pytest.mark.parametrize("metrics", [5, ["loss"], {"loss": 10**400}, {"loss": torch.ones(2)}], ids=str)
+def test_metrics_that_are_no_numbers_are_answered_with_a_usage_error(tmp_path: Path, metrics: Any) -> None:
+    with tierstore.open(tiers_of(tmp_path), run="r") as store, pytest.raises(UsageError, match="metric"):
+        store.save(1, {"w": torch.ones(1)}, metrics=metrics)
