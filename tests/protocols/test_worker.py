@@ -29,8 +29,10 @@ from tierstore.errors import (
 from tierstore.names import Attempt
 from tierstore.testing.flows import HookedStorage, LoopSession, folder_tiers, new_attempt, save_job, shard_bytes
 from tierstore.tiers.catalog import scan
+from tierstore.tiers.engine import Engine
 from tierstore.tiers.jobs import WorkerOptions
 from tierstore.tiers.locks import RunLock, lock_path
+from tierstore.tiers.log import append
 from tierstore.tiers.tier import Scope, Tiers
 from tierstore.tiers.worker import Worker
 
@@ -521,6 +523,101 @@ def test_a_fault_in_the_program_fails_one_save_and_not_the_worker(tmp_path: Path
             worker.raise_errors()
         worker.submit(save_job(new_attempt("r", 2))).wait("committed", 20)
         assert latest(session) == 2
+
+
+def test_close_gives_up_on_an_image_that_no_tier_takes(tmp_path: Path) -> None:
+    """Without a deadline it used to wait for ever: only copies, not images, counted as failing."""
+    with working(tmp_path, SHORT, replace(FAST, patience_s=0.1)) as (worker, session):
+        for name in ("nvme", "pfs"):
+            hook(session, name, Gate("write", error=lambda: TemporaryError("down")))
+        for step in (1, 2):
+            worker.submit(save_job(new_attempt("r", step)))
+        with pytest.raises(DeadlineError, match="steps 1, 2 are in memory only"):
+            worker.close()
+
+
+def test_a_blocked_save_is_answered_when_no_tier_takes_the_ones_before(tmp_path: Path) -> None:
+    job = save_job(new_attempt("r", 1))
+    with working(tmp_path, SHORT, replace(FAST, patience_s=0.1, max_inflight=job.nbytes)) as (worker, session):
+        for name in ("nvme", "pfs"):
+            hook(session, name, Gate("write", error=lambda: TemporaryError("the disk is gone")))
+        worker.submit(job)
+        with pytest.raises(DeadlineError, match=r"no tier has taken step 1 for 0\.1 s.*the disk is gone"):
+            worker.submit(save_job(new_attempt("r", 2)))
+
+
+def test_skip_oldest_skips_an_image_that_is_refused_while_the_next_save_waits(tmp_path: Path) -> None:
+    """The rule was asked once, while the image was being written, and never again: training stood still."""
+    job = save_job(new_attempt("r", 1))
+    writing, refuse = threading.Event(), threading.Event()
+
+    async def refused(operation: str, path: str) -> None:
+        if operation == "write":
+            writing.set()
+            await asyncio.to_thread(refuse.wait, 60)
+            raise TemporaryError("down")
+
+    with working(tmp_path, SHORT, replace(FAST, backlog="skip_oldest", max_inflight=job.nbytes)) as (worker, session):
+        for name in ("nvme", "pfs"):
+            storage = session.tiers.get(name).storage
+            assert isinstance(storage, HookedStorage)
+            storage.hook = refused
+        first = worker.submit(job)
+        assert writing.wait(20)
+        caller = threading.Thread(target=worker.submit, args=(save_job(new_attempt("r", 2)),))
+        caller.start()
+        refuse.set()
+        caller.join(20)
+        assert not caller.is_alive()
+        with pytest.raises(SaveError, match="skipped"):
+            first.wait("committed", 20)
+
+
+def test_drain_does_not_say_done_when_the_authority_can_not_be_looked_at(tmp_path: Path) -> None:
+    with working(tmp_path, SHORT) as (worker, session):
+        hook(session, "pfs", Gate("list", "children", "read", error=lambda: TemporaryError("the share is away")))
+        with pytest.raises(TemporaryError, match="the share is away"):
+            worker.drain()
+        assert isinstance(session.tiers.get("pfs").storage, HookedStorage)
+        session.tiers.get("pfs").storage.hook = passing  # type: ignore[attr-defined]
+        worker.drain()
+
+
+def test_drain_within_no_time_does_not_say_done_before_it_looked(tmp_path: Path) -> None:
+    with working(tmp_path, SHORT) as (worker, session):
+        gate = hook(session, "pfs", Gate("list"))
+        with pytest.raises(DeadlineError, match="looking for what other processes left"):
+            worker.drain(0.05)
+        gate.open.set()
+        worker.drain(20)
+
+
+def test_when_the_background_work_dies_close_says_so_instead_of_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    die = threading.Event()
+
+    async def dies(engine: Engine) -> None:
+        await asyncio.to_thread(die.wait, 60)
+        raise ZeroDivisionError("a fault")
+
+    monkeypatch.setattr(Engine, "rescan_when_idle", dies)
+    with working(tmp_path, SHORT) as (worker, session):
+        hook(session, "pfs", Gate("write", error=lambda: TemporaryError("down")))
+        worker.submit(save_job(new_attempt("r", 1))).wait("staged", 20)
+        die.set()
+        with pytest.raises(SaveError, match="ended unexpectedly"):
+            worker.close()
+
+
+def test_a_ticket_ends_when_its_checkpoint_expires_on_the_way(tmp_path: Path) -> None:
+    with working(tmp_path, SHORT) as (worker, session):
+        down = hook(session, "object", Gate("write", error=lambda: TemporaryError("down")))
+        ticket = worker.submit(save_job(new_attempt("r", 1)))
+        ticket.wait("committed", 20)
+        storage = session.tiers.get("pfs").storage
+        session.run_coroutine(append(storage, ticket.attempt, "expired", {"rule": "test"}, clock=session.clock))
+        with pytest.raises(SaveError, match="expired"):
+            ticket.wait("object", 20)
+        down.open.set()
 
 
 def test_storage_errors_are_what_callers_can_catch() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ class Save:
     released: bool = False
     persisted: bool = False
     reason: str = "its turn"
+    failing_since: float | None = None
+    """When every tier refused it for the first time, in seconds of `time.monotonic`; None while none did."""
     reported: str = ""
 
     def release(self) -> None:
@@ -72,7 +75,8 @@ class SaveQueue:
         """Returns when an image of `nbytes` bytes fits into the bound, by the backlog rule.
 
         Raises:
-            DeadlineError: It does not fit within `timeout_s` seconds; names the saves in the way.
+            DeadlineError: It does not fit within `timeout_s` seconds, or no tier has taken the saves in the way for
+                `WorkerOptions.patience_s`; names them and the reason.
             ClosedError: The worker was closed meanwhile.
         """
         with self._changed:
@@ -114,6 +118,11 @@ class SaveQueue:
             with self._changed:
                 self._errors.append(error)
 
+    def failing_s(self) -> float:
+        """For how long no tier has taken the image that is to be written, in seconds; those behind it wait for it. 0 if one did."""
+        with self._changed:
+            return self._failing_s()
+
     # ---- for the taker
 
     def waiting(self) -> list[Save]:
@@ -133,6 +142,8 @@ class SaveQueue:
         """The write failed and will be tried again: until then the save may be skipped."""
         with self._changed:
             save.writing = False
+            if save.failing_since is None:
+                save.failing_since = time.monotonic()
             self._changed.notify_all()
 
     def resume_turn(self, save: Save) -> bool:
@@ -153,19 +164,39 @@ class SaveQueue:
     # ---- inside, under the lock
 
     def _make_room(self, nbytes: int, timeout_s: float | None) -> None:
-        if self._closed:
-            raise _closed()
-        if self._options.backlog == "skip_oldest":
-            while not self._fits(nbytes) and (victim := next((s for s in self._queue if not s.writing), None)) is not None:
-                self._skip(victim)
-        if not self._changed.wait_for(lambda: self._closed or self._fits(nbytes), timeout_s):
-            steps = ", ".join(str(s.job.attempt.step) for s in self._queue)
-            raise DeadlineError(
-                f"no room for an image of {nbytes} bytes within {timeout_s:g} s: the saves of steps {steps} are still in memory",
-                hint="save less often, raise io.max_inflight, or set save.backlog: skip_oldest",
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            if self._closed:
+                raise _closed()
+            if self._options.backlog == "skip_oldest":  # each time: the one that was being written may have been refused meanwhile
+                while not self._fits(nbytes) and (victim := next((s for s in self._queue if not s.writing), None)) is not None:
+                    self._skip(victim)
+            if self._fits(nbytes):
+                return
+            left = None if end is None else end - time.monotonic()
+            # With skip_oldest the image in the way is skipped as soon as it is refused again: nobody has to be told.
+            patience = None if self._options.backlog == "skip_oldest" else self._options.patience_s - self._failing_s()
+            stuck = patience is not None and patience <= 0
+            if stuck or (left is not None and left <= 0):
+                raise self._no_room(nbytes, timeout_s, stuck=stuck)
+            self._changed.wait(min((s for s in (left, patience) if s is not None), default=None))
+
+    def _no_room(self, nbytes: int, timeout_s: float | None, *, stuck: bool) -> DeadlineError:
+        steps = ", ".join(str(s.job.attempt.step) for s in self._queue)
+        if stuck:
+            return DeadlineError(
+                f"no room for an image of {nbytes} bytes: the saves of steps {steps} are still in memory, and no tier has taken "
+                f"step {self._queue[0].job.attempt.step} for {self._options.patience_s:g} s: {self._queue[0].reason}",
+                hint="bring a tier back or free space on one: they are tried again all the time; save.patience is how long a save waits",
             )
-        if self._closed:
-            raise _closed()
+        return DeadlineError(
+            f"no room for an image of {nbytes} bytes within {timeout_s:g} s: the saves of steps {steps} are still in memory",
+            hint="save less often, raise io.max_inflight, or set save.backlog: skip_oldest",
+        )
+
+    def _failing_s(self) -> float:
+        since = self._queue[0].failing_since if self._queue else None
+        return 0.0 if since is None else time.monotonic() - since
 
     def _fits(self, nbytes: int) -> bool:
         return self.in_flight_nbytes == 0 or self.in_flight_nbytes + nbytes <= self._options.max_inflight

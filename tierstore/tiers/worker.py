@@ -160,6 +160,7 @@ class Worker:
             DeadlineError: Names what is pending where (``context["pending"]``: `PendingCopy`). Nothing is lost: what is on a tier is
                 resumed by this worker, the next process, or `tierstore sync`.
             SaveError: A save failed and no call has said so yet.
+            StorageError: Everything of this process is done, but what other processes left can't be looked for.
         """
         self._check_usable()
         self._drain(self._start(), deadline_s, rescan=True)
@@ -271,28 +272,43 @@ class Worker:
                 log.debug("run=%s the event loop has ended", self.run)
 
     def _drain(self, engine: Engine, deadline_s: float | None, *, rescan: bool) -> None:
-        left = self._session.run_coroutine(self._drained(engine, deadline_s, rescan=rescan))
+        left, looked = self._session.run_coroutine(self._drained(engine, deadline_s, rescan=rescan))
         if left:
+            if self._ended():
+                self.raise_errors()  # what ended the background work is the reason why nothing gets on
             self._log_unraised()
             raise self._deadline_error(left, deadline_s)
         self.raise_errors()
+        if not looked:
+            raise DeadlineError(
+                f"run {self.run!r}: not within {deadline_s or 0.0:g} s: looking for what other processes left",
+                hint="nothing of this process is pending; give it more time, or run `tierstore sync`",
+                run=self.run,
+            )
+        if rescan and engine.scan_error is not None:
+            raise engine.scan_error
 
-    async def _drained(self, engine: Engine, deadline_s: float | None, *, rescan: bool) -> list[PendingCopy]:
-        """Waits; returns what is left when the deadline, or the patience with failing tiers, is over."""
+    def _ended(self) -> bool:
+        """Whether the background work has come to an end that nobody asked for."""
+        return self._main is not None and self._main.done()
+
+    async def _drained(self, engine: Engine, deadline_s: float | None, *, rescan: bool) -> tuple[list[PendingCopy], bool]:
+        """Waits; returns what is left when the deadline, or the patience with failing tiers, is over, and whether it looked for more."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         looking = asyncio.ensure_future(engine.rescan()) if rescan else None
         engine.kick()
         try:
             while True:
+                looked = looking is None or looking.done()
                 left = engine.pending()
                 waited = loop.time() - began
-                if not left and (looking is None or looking.done()):
-                    return []
-                if deadline_s is not None and waited >= deadline_s:
-                    return left
+                if not left and looked:
+                    return left, True
+                if (deadline_s is not None and waited >= deadline_s) or (left and self._ended()):
+                    return left, looked
                 if deadline_s is None and left and all(min(p.failing_s, waited) >= self.options.patience_s for p in left):
-                    return left
+                    return left, looked
                 await asyncio.sleep(_POLL_S)
         finally:
             if looking is not None:
@@ -316,6 +332,8 @@ class Worker:
             for tier, copies in by_tier.items()
         ]
         when = f"within {deadline_s:g} s" if deadline_s is not None else f"while tiers kept failing for {self.options.patience_s:g} s"
+        if self._ended():
+            when = "before the background work ended"
         lost = f"; steps {', '.join(map(str, sorted(unwritten)))} are in memory only" if unwritten else ""
         return DeadlineError(
             f"run {self.run!r}: not done {when}: {'; '.join(texts)}{lost}",
