@@ -140,7 +140,7 @@ def faulty_load(root: Path, plan: ArmedPlan, patch: pytest.MonkeyPatch) -> BaseE
     try:
         with open_over(patch, lambda uri: FaultStorage(unsynced(uri), plan), root, rules=RULES) as store:
             try:
-                assert_same_state(store.load(), state_of(2))
+                assert_same_state(store.load(2), state_of(2))  # `latest` passes over a step whose log is unreadable, with a warning
             except (TierStoreError, concurrent.futures.CancelledError) as error:
                 told = error
             if plan.fired:
@@ -165,4 +165,4 @@ def test_whatever_fails_in_a_load_never_gives_wrong_data(
         assert told is None or str(told) or kind == "cancel", f"{plan.fired}: {told!r}"
         right += told is None
     print(f"{kind}: of {counting.count} operations; right in spite of the fault: {right}")
-    assert right > 0, "no fault was ever mended by another tier"
+    assert right > 0 or kind == "cancel", "no fault was ever mended by another tier"
