@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 import torch
+from store_kit import NAMES, open_over, unsynced
 
 import tierstore
 from tierstore.errors import TierStoreError
 from tierstore.names import OBJECTS, shard_name
-from tierstore.storage.contract import Storage
 from tierstore.storage.posix import PosixStorage
 from tierstore.testing.equality import assert_same_state
 from tierstore.testing.recording import CrashState, Op, RecordingFs, crash_states, materialise
@@ -30,28 +30,12 @@ from tierstore.tiers.catalog import CheckpointInfo, scan
 from tierstore.tiers.replica import Want, open_replica
 from tierstore.tiers.tier import Tier, Tiers
 
-NAMES = ("node", "shared", "far")
 STEPS = (1, 2, 3)
 SHARD = shard_name(0, 1)
 
 
 def state_of(step: int) -> dict[str, Any]:
     return {"w": torch.arange(40) * step, "b": torch.full((3,), float(step), dtype=torch.bfloat16), "step": step}
-
-
-def tiers_of(root: Path) -> list[dict[str, str]]:
-    return [{"name": n, "uri": str(root / n), "scope": "node" if n == "node" else "shared"} for n in NAMES]
-
-
-def open_over(monkeypatch: pytest.MonkeyPatch, make: Callable[[str], Storage], root: Path) -> tierstore.Store:
-    """A store over storages of the test's own."""
-    monkeypatch.setattr("tierstore.tiers.opening.open_storage", lambda uri, *_args, **_settings: make(uri))
-    return tierstore.open({"version": 1, "run": "r", "tiers": tiers_of(root), "durable_at": "far"})
-
-
-def unsynced(uri: str) -> Storage:
-    """For the recoveries: the same code without its fsyncs, which nobody looks at."""
-    return PosixStorage(Path(uri), durable=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
