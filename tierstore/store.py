@@ -394,7 +394,8 @@ class Store:
         self._check_usable()
         catalog = self._session.run(scan(self._session.tiers, run or self.run, cache=self._cache))
         if catalog.run == self.run:
-            newest = max((c.attempt.save_id for c in (*catalog.checkpoints, *catalog.incomplete)), default="")
+            attempts = [*(c.attempt for c in catalog.checkpoints), *(c.attempt for c in catalog.incomplete)]
+            newest = max((attempt.save_id for attempt in attempts), default="")
             with self._lock:
                 self._last_save_id = max(self._last_save_id, newest)
         return catalog
