@@ -235,3 +235,13 @@ def test_ls_starts_without_torch(saved: Path) -> None:
 def test_python_m_tierstore_is_the_command_line() -> None:
     done = subprocess.run([sys.executable, "-m", "tierstore", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"tierstore {tierstore.__version__}\n"
+
+
+def test_recover_rebuilds_a_lost_log(copied: Path) -> None:
+    shutil.rmtree(copied.parent / "shared")
+    would = call("-c", copied, "recover", "-n", "--json")
+    assert [(r["step"], r["state"]) for r in lines(would)] == [(10, "would be rebuilt"), (20, "would be rebuilt"), (30, "would be rebuilt")]
+    assert call("-c", copied, "recover").exit_code == 0
+    result = call("-c", copied, "ls", "--json")
+    assert all(c["tiers"] == {"node": "complete", "shared": "complete", "far": "complete"} for c in lines(result))
+    assert "nothing to recover" in call("-c", copied, "recover").output
