@@ -17,6 +17,7 @@ from tierstore.tiers.commit import condemned_error
 from tierstore.tiers.copying import CopyContext, check_space
 from tierstore.tiers.jobs import PendingCopy, WorkerOptions
 from tierstore.tiers.lanes import Entry, Lane
+from tierstore.tiers.leftovers import sweep_leftovers
 from tierstore.tiers.locks import RunLock
 from tierstore.tiers.persist import persist
 from tierstore.tiers.promote import pending
@@ -159,6 +160,10 @@ class Engine:
 
     async def rescan_when_idle(self) -> None:
         """Looks for what other processes left: at the start, and every now and then while there is nothing else to do."""
+        try:
+            await only_ours_to_cancel(sweep_leftovers(self.tiers))
+        except TierStoreError as error:
+            log.warning("run=%s leftovers of dead processes can't be swept: %s", self.run, error.message)
         while True:
             if not self.scanned or all(lane.idle for lane in self.lanes.values()):
                 await self.rescan()

@@ -18,6 +18,7 @@ from tierstore.names import Attempt
 from tierstore.tiers.advance import Outcome, advance
 from tierstore.tiers.catalog import Catalog, CheckpointInfo, scan
 from tierstore.tiers.copying import CopyContext
+from tierstore.tiers.leftovers import sweep_leftovers
 from tierstore.tiers.locks import RunLock, lock_path
 from tierstore.tiers.tier import Tier, Tiers, ensure_tier
 from tierstore.tiers.view import further, read_state, staging
@@ -162,6 +163,8 @@ async def reconcile(
     context = context or CopyContext.make(tiers, clock)
     lock = lock or RunLock(lock_path(tiers, run), run)
     async with lock.hold(wait_s=wait_s):
+        if not commit_only:
+            await sweep_leftovers(tiers)
         before = await _work_off(context, run, only, near=True)
         reports = [before] if commit_only else [before, await _work_off(context, run, only, near=False)]
     return ReconcileReport(
