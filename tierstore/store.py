@@ -25,6 +25,7 @@ from tierstore.state.codecs import default_codecs
 from tierstore.state.image import ImagePool
 from tierstore.state.lazy import Checkpoint
 from tierstore.state.load import LoadOptions, load_state
+from tierstore.state.ranks import from_rank_0
 from tierstore.state.stage import stage
 from tierstore.tiers.catalog import Catalog, CheckpointInfo, RecordCache, scan
 from tierstore.tiers.replica import Replica, open_replica
@@ -69,7 +70,8 @@ def open(
         run: The run's name, where the configuration does not give it.
         retention: A retention policy (a YAML file's path or a mapping) for the short form.
         rank: This process's rank among those that save together.
-        world_size: How many processes save together.
+        world_size: How many processes save together; with several, torch.distributed's default process group is used to agree on
+            each save's id, and every rank calls `Store.save` in the same order.
         codecs: Codecs for the caller's own types; see `ObjectCodecs.register`.
         clock: For tests.
 
@@ -111,7 +113,6 @@ class Store:
         self._last_save_id = ""
         self._last_save_at: float | None = None
         self._stall_s = 0.0
-        self._last_nbytes = 0
         self._saved: dict[int, str] = {}
         self._pid = os.getpid()
         self._closed = False
@@ -146,20 +147,28 @@ class Store:
             SaveError: An earlier save failed in the background (with ``save.on_error: raise``).
             UnsupportedTypeError: The state holds something that can't be stored; names its path. Nothing was written.
             TierFullError: The nearest tier can't take it; nothing was lost.
-            DeadlineError: The backlog rule is ``block`` and no image became free in time.
+            DeadlineError: The backlog rule is ``block``, memory is full, and no tier has taken what is in it for ``save.patience``.
         """
         self._check_usable()
         step = check_step(step)
         facts = self._facts(metrics, tags, final)
+        # Before anything that may fail on one rank alone, which would leave the others waiting in the broadcast.
+        save_id = from_rank_0(self._next_save_id(), rank=self.rank, world_size=self.world_size)
         self._worker.raise_errors()
         if if_exists == "refuse" and self._catalog().find(step) is not None:
             raise UsageError(f"step {step} of run {self.run!r} is committed already", hint="use another step, or if_exists='supersede'")
         if step in self._saved:
             log.warning("run=%s step=%d is saved again: the new attempt supersedes %s once it commits", self.run, step, self._saved[step])
-        attempt = Attempt(run=self.run, step=step, save_id=self._next_save_id())
+        attempt = Attempt(run=self.run, step=step, save_id=save_id)
         began = self._clock.monotonic()
-        self._worker.make_room(self._last_nbytes)
-        staged = stage(state, rank=self.rank, world_size=self.world_size, pool=self._pool, codecs=self._codecs)
+        staged = stage(
+            state,
+            rank=self.rank,
+            world_size=self.world_size,
+            pool=self._pool,
+            codecs=self._codecs,
+            make_room=self._worker.make_room,
+        )
         try:
             job = SaveJob(
                 attempt=attempt,
@@ -180,7 +189,6 @@ class Store:
         with self._lock:
             self._last_save_at = self._clock.monotonic()
             self._saved[step] = attempt.save_id
-            self._last_nbytes = staged.nbytes
         return ticket
 
     def should_save(self, step: int) -> bool:
@@ -213,7 +221,12 @@ class Store:
         return [c for c in self._catalog().checkpoints if not (c.superseded or c.hidden)]
 
     def latest(self) -> CheckpointInfo | None:
-        """The newest committed checkpoint, or None. Computed from the tiers' logs, never from a pointer or a file's time."""
+        """The newest committed checkpoint, or None. Computed from the tiers' logs, never from a pointer or a file's time.
+
+        Raises:
+            IntegrityError: A newer step's commit record is unreadable on every tier.
+            StorageError: There is none, but the authority can't be reached.
+        """
         return self._catalog().latest()
 
     def open_checkpoint(self, which: Which = "latest") -> Checkpoint:
@@ -250,6 +263,11 @@ class Store:
         A complete attempt that a dead process left on a node tier is committed first. With ``fallback=True`` a checkpoint that is
         damaged on every tier is passed over for the next older one, with a warning; otherwise its IntegrityError is raised. So it is
         where a newer checkpoint's commit record is unreadable on every tier: to begin from an older one, or anew, is not a guess to make.
+
+        Raises:
+            IntegrityError: The newest checkpoint can't be loaded (with ``fallback=True``: none of them can).
+            StorageError: Nothing was found, but the authority can't be reached.
+            StateMismatchError: `into` and the checkpoint differ.
         """
         self._check_usable()
         self._worker.adopt()
@@ -257,16 +275,10 @@ class Store:
         usable = [c for c in catalog.checkpoints if not (c.superseded or c.hidden)]
         newest = usable[-1].attempt.step if usable else -1
         skipped: list[int] = []
-        for attempt in catalog.incomplete:
-            if attempt.unreadable and attempt.attempt.step > newest:
-                if not fallback:
-                    raise IntegrityError(
-                        f"run {self.run!r}: the commit record of step {attempt.attempt.step} can't be read: {attempt.unreadable}",
-                        hint="restore the record from a backup, or pass the checkpoint over with resume(fallback=True)",
-                        run=self.run,
-                        step=attempt.attempt.step,
-                    )
-                skipped.append(attempt.attempt.step)
+        for attempt in catalog.unreadable_after(newest):
+            if not fallback:
+                raise catalog.unreadable_error(attempt)
+            skipped.append(attempt.attempt.step)
         for info in reversed(usable):
             try:
                 state = self._load(info, into, options)
@@ -283,6 +295,7 @@ class Store:
                 hint="run `tierstore verify --level full` to see which files are damaged where",
                 run=self.run,
             )
+        catalog.latest()  # raises where the authority was not reached: that it knows nothing would be a guess
         if catalog.incomplete:
             steps = sorted({a.attempt.step for a in catalog.incomplete})
             log.warning("run=%s has no committed checkpoint, but incomplete attempts at steps %s: training begins anew", self.run, steps)

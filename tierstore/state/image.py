@@ -62,9 +62,11 @@ class _Memory:
 class Image:
     """Mapped memory for one save, until `release`."""
 
-    __slots__ = ("_memory", "_pid", "_pool")
+    __slots__ = ("_memory", "_pid", "_pool", "nbytes")
 
-    def __init__(self, pool: ImagePool, memory: _Memory) -> None:
+    def __init__(self, pool: ImagePool, memory: _Memory, nbytes: int) -> None:
+        self.nbytes = nbytes
+        """What the save asked for; the mapping may be larger."""
         self._pool = pool
         self._memory = memory
         self._pid = os.getpid()
@@ -90,7 +92,8 @@ class ImagePool:
 
     Args:
         directory: The tmpfs tier's ``.tmp`` folder; None: anonymous shared memory.
-        max_nbytes: The budget for all images, in bytes. One save larger than it is let through when nothing else is in flight.
+        max_nbytes: The budget for what saves in flight have asked for, in bytes; idle images are kept within it only. One save larger
+            than it is let through when nothing else is in flight.
     """
 
     def __init__(self, directory: Path | str | None, *, max_nbytes: int) -> None:
@@ -124,9 +127,9 @@ class ImagePool:
             while True:
                 if self._closed:
                     raise ClosedError("the image pool is closed", hint="open the store again")
-                memory = self._recycle(need) or self._allocate(need)
+                memory = self._recycle(need) or self._allocate(need, nbytes)
                 if memory is not None:
-                    image = Image(self, memory)
+                    image = Image(self, memory, nbytes)
                     self._busy[id(image)] = image
                     return image
                 left = None if deadline is None else deadline - time.monotonic()
@@ -198,13 +201,15 @@ class ImagePool:
         self._free.remove(memory)
         return memory
 
-    def _allocate(self, need: int) -> _Memory | None:
+    def _allocate(self, need: int, nbytes: int) -> _Memory | None:
         while self._free and self._total() + need > self.max_nbytes:
             self._free.pop(0).discard()
-        if self._total() + need > self.max_nbytes:
+        # In use counts what was asked for, as the worker's backlog does (`tiers.saves`): a save that it let in is never held up here
+        # by pages, or by a recycled image that is larger than it had to be.
+        if sum(i.nbytes for i in self._busy.values()) + nbytes > self.max_nbytes:
             if self._busy:
                 return None
-            log.warning("save nbytes=%d is larger than io.max_inflight=%d: let through alone", need, self.max_nbytes)
+            log.warning("save nbytes=%d is larger than io.max_inflight=%d: let through alone", nbytes, self.max_nbytes)
         try:
             return self._map(need)
         except TierFullError:

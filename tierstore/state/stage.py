@@ -93,6 +93,7 @@ def stage(
     codecs: ObjectCodecs | None = None,
     timeout: float | None = None,
     threads: int | None = None,
+    make_room: Callable[[int], None] | None = None,
 ) -> StagedState:
     """Copies `state` into an image of `pool`. Changing the state afterwards changes nothing of what is saved.
 
@@ -104,6 +105,7 @@ def stage(
         codecs: Codecs for further types; None: torch's own.
         timeout: Seconds to wait for memory that earlier saves hold; None: without limit.
         threads: How many threads copy; None: few.
+        make_room: Called with the image's length before memory is asked for: the backlog's rule (`Worker.make_room`); its errors pass.
 
     Raises:
         UnsupportedTypeError: The state holds something that can't be stored; names its place. Nothing was changed.
@@ -121,6 +123,8 @@ def stage(
     objects = encode_objects(flat.tree, codecs)
     layout = _layout(flat, rank, world_size, pool)
     planned = time.perf_counter()
+    if make_room is not None:
+        make_room(layout.plan.nbytes)
     image = pool.acquire(layout.plan.nbytes, timeout)
     acquired = time.perf_counter()
     try:
