@@ -36,6 +36,7 @@ class TierConfig(Model):
     options: dict[str, Any] = Field(default_factory=dict)
     """Handed to the storage as they are. May hold credentials: never shown."""
     codec: Literal["raw", "zstd"] = "raw"
+    """``zstd`` is not implemented yet: opening warns, and shards are written raw."""
     max_bandwidth: Rate | None = None
     """Bytes per second for uploads; None: no limit."""
 
@@ -100,7 +101,7 @@ class IoConfig(Model):
     """What background work may use."""
 
     threads: Annotated[Count, Field(le=256)] = 4
-    """Threads that hash and read or write local files."""
+    """Threads that read or write local files, for each tier; also how many files are copied between tiers at once."""
     concurrency: Annotated[Count, Field(le=1024)] = 16
     """Requests in flight to one remote storage."""
     block_nbytes: Size = Field(2**20, alias="block_size")

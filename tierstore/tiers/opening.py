@@ -64,6 +64,9 @@ async def open_tiers(config: StoreConfig, *, create: bool = True, opener: Opener
         )
         for each in config.tiers
     )
+    for each in config.tiers:
+        if each.codec != "raw" and create:
+            log.warning("tier=%s codec=%s is not implemented yet: shards are written there uncompressed", each.name, each.codec)
     try:
         return await _join(config, tiers, create=create)
     except BaseException:
