@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,10 @@ from tiers_kit import (
     tiers_in,
 )
 
-from tierstore.errors import AccessError, NotFoundError, TemporaryError, TierStoreError, UsageError
+from tierstore.errors import AccessError, IntegrityError, NotFoundError, TemporaryError, TierStoreError, UsageError
 from tierstore.names import MANIFEST, Attempt, Reference, parse_reference, shard_name
 from tierstore.storage.contract import Storage
+from tierstore.testing.faults import FaultPlan, FaultStorage
 from tierstore.tiers.catalog import RecordCache, runs, scan
 from tierstore.tiers.commit import commit
 from tierstore.tiers.log import append, decide_fate
@@ -265,7 +267,7 @@ def test_with_every_tier_down_there_is_an_error_and_no_empty_catalog(tmp_path: P
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"format": "tierstore.record", "format_version": "9.0"}'])
 @pytest.mark.parametrize("seq", [0, 1])
-def test_a_record_that_cannot_be_read_is_told_and_its_checkpoint_is_not_the_latest(
+def test_a_record_that_cannot_be_read_is_told_and_what_else_is_known_is_used(
     tmp_path: Path, damage: bytes, seq: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     tiers = tiers_in(tmp_path)
@@ -277,11 +279,30 @@ def test_a_record_that_cannot_be_read_is_told_and_its_checkpoint_is_not_the_late
     catalog = run(scan(tiers, "run"))
     latest = catalog.latest()
     assert latest is not None
-    assert latest.step == 4
+    assert (latest.step, latest.damaged, latest.complete_on) == (5, True, ("shared", "far"))
     assert f"{seq:06d}.json" in caplog.text
-    info = catalog.find(5)
-    assert info is not None
-    assert (info.damaged, info.complete_on) == (True, ("shared", "far"))
+
+
+def test_an_unreadable_commit_record_is_no_reason_to_take_an_older_step(tmp_path: Path) -> None:
+    tiers = tiers_in(tmp_path)
+    run(save(tiers, 4))
+    attempt = run(save(tiers, 5))
+    (tmp_path / "shared" / attempt.record_path(0)).write_bytes(b"{")
+    catalog = run(scan(tiers, "run"))
+    with pytest.raises(IntegrityError, match="commit record of step 5"):
+        catalog.latest()
+    assert catalog.find(4) is not None
+
+
+def test_a_record_that_was_read_wrongly_once_is_read_again(tmp_path: Path) -> None:
+    tiers = tiers_in(tmp_path)
+    run(save(tiers, 5))
+    plan = FaultPlan("bit_flip", 1, operations=("read",), match=".log/")
+    shared = tiers.get("shared")
+    faulty = replace(shared, storage=FaultStorage(shared.storage, plan))
+    catalog = run(scan(replace(tiers, tiers=tuple(faulty if t is shared else t for t in tiers), authority=faulty), "run"))
+    assert plan.fired
+    assert catalog.warnings == ()
 
 
 def test_a_missing_record_in_the_middle_is_damage(tmp_path: Path) -> None:
@@ -291,7 +312,9 @@ def test_a_missing_record_in_the_middle_is_damage(tmp_path: Path) -> None:
     add(tiers, attempt, "unpinned", name="x")
     (tmp_path / "shared" / attempt.record_path(1)).unlink()
     catalog = run(scan(tiers, "run"))
-    assert catalog.latest() is None
+    latest = catalog.latest()
+    assert latest is not None
+    assert latest.damaged
     assert "000001.json is missing" in catalog.warnings[0]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from tierstore.errors import NotFoundError, TierStoreError, UsageError
+from tierstore.errors import IntegrityError, NotFoundError, TierStoreError, UsageError
 from tierstore.names import Attempt, Reference
 from tierstore.tiers.checkpoint import CheckpointInfo, IncompleteAttempt, ReplicaState
 from tierstore.tiers.scanning import RecordCache, Scanned, runs, scan_attempts
@@ -46,18 +46,33 @@ class Catalog:
     """The store's runs, filled in only where this run has nothing: for suggestions."""
 
     def latest(self) -> CheckpointInfo | None:
-        """The highest committed step that is not hidden, superseded or damaged and has a complete copy on a tier that was reached.
+        """The highest committed step that is not hidden or superseded and has a complete copy on a tier that was reached.
 
         Raises:
+            IntegrityError: A newer step has a commit record that no tier has a readable copy of: to go back to an older one is for the
+                caller to decide (``resume(fallback=True)``).
             StorageError: There is none, but the authority was not reached: "no checkpoint" would be a guess, and training would
                 begin anew over the run.
         """
-        for info in reversed(self.checkpoints):
-            if _offered(info) and info.usable:
-                return info
-        if self.authority in self.unreachable:
+        found = next((info for info in reversed(self.checkpoints) if _offered(info) and info.usable), None)
+        for attempt in self.unreadable_after(-1 if found is None else found.attempt.step):
+            raise self.unreadable_error(attempt)
+        if found is None and self.authority in self.unreachable:
             raise self.unreachable[self.authority]
-        return None
+        return found
+
+    def unreadable_after(self, step: int) -> tuple[IncompleteAttempt, ...]:
+        """Attempts at later steps that have a commit record which no tier has a readable copy of."""
+        return tuple(a for a in self.incomplete if a.unreadable and a.attempt.step > step)
+
+    def unreadable_error(self, attempt: IncompleteAttempt) -> IntegrityError:
+        """The error for one of `unreadable_after`."""
+        return IntegrityError(
+            f"run {self.run!r}: the commit record of step {attempt.attempt.step} can't be read: {attempt.unreadable}",
+            hint="restore the record from a backup, name an older step, or pass this one over with resume(fallback=True)",
+            run=self.run,
+            step=attempt.attempt.step,
+        )
 
     def find(self, step: int) -> CheckpointInfo | None:
         """The checkpoint of a step: of several attempts the one that is not superseded; also a hidden one."""
@@ -193,7 +208,7 @@ def _warn_unusable(catalog: Catalog, scanned: Scanned, cache: RecordCache) -> Ca
 
 
 def _offered(info: CheckpointInfo) -> bool:
-    return not (info.hidden or info.superseded or info.damaged)
+    return not (info.hidden or info.superseded)
 
 
 def _some(numbers: Sequence[int]) -> str:

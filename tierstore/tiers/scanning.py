@@ -165,7 +165,7 @@ def _decide(attempt: Attempt, authority: _View | None, views: Sequence[_View], s
         others = [view for view in views if view not in sources and view.read.get(attempt)]
         records, _ = _merge(attempt, others)
     for text in damages:
-        _warn(scanned, cache, f"{name}: {text}; it is not used as the latest checkpoint")
+        _warn(scanned, cache, f"{name}: {text}; what else is known of it is used")
     if not records:
         unreadable = "; ".join(damages)
         scanned.incomplete.append(IncompleteAttempt(attempt=attempt, receipts=_receipts(attempt, views), unreadable=unreadable))
@@ -346,15 +346,25 @@ async def _read_records(view: _View, attempts: Iterable[Attempt], cache: RecordC
         record: Record | IntegrityError | None = cache.get(view.tier.name, path)
         if record is None:
             try:
-                record = parse_record(await view.tier.storage.read(path), path, seq)
-                cache.put(view.tier.name, path, record)
+                record = await _read_record(view.tier, path, seq)
             except IntegrityError as error:
                 record = error
             except NotFoundError:
                 return  # removed between the listing and this read
+            else:
+                cache.put(view.tier.name, path, record)
         view.read.setdefault(attempt, {})[seq] = record
 
     await together(one, wanted)
+
+
+async def _read_record(tier: Tier, path: str, seq: int) -> Record:
+    """One record; read a second time where it came garbled, for a bad read is not a bad record, and much hangs on it."""
+    try:
+        return parse_record(await tier.storage.read(path), path, seq)
+    except IntegrityError as error:
+        log.debug("tier=%s %s is read again: %s", tier.name, path, error.message)
+        return parse_record(await tier.storage.read(path), path, seq)
 
 
 async def runs(tiers: Tiers) -> list[str]:
