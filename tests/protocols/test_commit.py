@@ -47,7 +47,8 @@ from tierstore.storage.sources import BytesSource
 from tierstore.tiers.catalog import scan
 from tierstore.tiers.commit import commit
 from tierstore.tiers.log import decide_fate, read_fate, read_log
-from tierstore.tiers.persist import HashingSource, check_room
+from tierstore.tiers.persist import HashingSource
+from tierstore.tiers.space import check_space
 from tierstore.tiers.tier import Tiers
 
 CLOCK = SteppedClock()
@@ -425,7 +426,7 @@ def test_a_tier_without_room_is_refused_before_anything_is_written(tmp_path: Pat
     assert caught.value.context["free"] == 10_000
     assert caught.value.hint
     assert not (tmp_path / "node").exists()
-    run(check_room(tiers.nearest, 5_000, reserve_nbytes=5_000))
+    run(check_space(tiers.nearest, 5_000, reserve_nbytes=5_000))
 
 
 def test_each_block_is_hashed_once_although_ranges_are_pulled_again() -> None:

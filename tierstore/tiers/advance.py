@@ -21,7 +21,8 @@ from tierstore.format.part import Part, decode_part
 from tierstore.names import Attempt, part_name
 from tierstore.tiers.commit import commit
 from tierstore.tiers.copies import copy_checkpoint, document_replica, warn_only
-from tierstore.tiers.copying import CopyContext, Proof, check_space, copy_file, read_document
+from tierstore.tiers.copying import CopyContext, Proof, copy_file, read_document
+from tierstore.tiers.space import check_space
 from tierstore.tiers.tier import Tier
 from tierstore.tiers.view import AttemptView, further, observe, staging
 

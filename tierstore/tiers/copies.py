@@ -15,8 +15,9 @@ from tierstore.format.manifest import FileRecord, Manifest, decode_manifest
 from tierstore.format.record import Record
 from tierstore.names import MANIFEST
 from tierstore.storage.contract import FileInfo
-from tierstore.tiers.copying import CopyContext, OnDamage, Proof, check_space, copy_document, copy_file, read_document
+from tierstore.tiers.copying import CopyContext, OnDamage, Proof, copy_document, copy_file, read_document
 from tierstore.tiers.log import append
+from tierstore.tiers.space import check_space
 from tierstore.tiers.tier import Tier
 from tierstore.tiers.view import AttemptView, further, read_state, staging
 

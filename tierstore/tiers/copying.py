@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from tierstore.clock import Clock
 from tierstore.crashpoints import reach
-from tierstore.errors import IntegrityError, NotFoundError, StorageError, TierFullError, TierStoreError
+from tierstore.errors import IntegrityError, NotFoundError, StorageError, TierStoreError
 from tierstore.format.digest import DIGEST_NBYTES, block_digests, digest_of, file_digest
 from tierstore.format.index import FileEntry
 from tierstore.names import Attempt
@@ -20,7 +20,7 @@ from tierstore.tiers.budget import ByteBudget
 from tierstore.tiers.progress import NO_PROGRESS, Progress
 from tierstore.tiers.tier import Tier, Tiers
 
-__all__ = ["CopyContext", "OnDamage", "Proof", "VerifiedSource", "check_space", "copy_document", "copy_file", "read_document"]
+__all__ = ["CopyContext", "OnDamage", "Proof", "VerifiedSource", "copy_document", "copy_file", "read_document"]
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +38,6 @@ class Proof:
 
     def digest_of(self, data: bytes) -> str:
         return digest_of(data) if self.block_nbytes is None else file_digest(block_digests(data, self.block_nbytes))
-
-
-_HEADROOM_NBYTES = 1 << 20
-"""Kept free on a file system beyond what a copy needs: directory entries, records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,33 +246,6 @@ async def read_document(
             failures.append((tier, error))
             await _report(tier, attempt, name, error, on_damage)
     raise _no_source(attempt, wanted_by, name, failures)
-
-
-async def check_space(tier: Tier, nbytes: int) -> None:
-    """Refuses to begin a copy that can't fit: the file system's free space, and the capacity that the configuration gives the tier.
-
-    Raises:
-        TierFullError: Says how many bytes are wanted and how many there are.
-    """
-    free = await tier.storage.free_nbytes()
-    if free is not None and nbytes + _HEADROOM_NBYTES > free:
-        raise TierFullError(
-            f"tier {tier.name!r} has {free} bytes free, {nbytes} are wanted",
-            hint=f"free space on {tier.storage.uri}, or let retention drop older checkpoints there; the copy is tried again by itself",
-            tier=tier.name,
-            wanted=nbytes,
-            free=free,
-        )
-    if tier.capacity is not None:
-        used = sum(f.nbytes for f in await tier.storage.list())
-        if used + nbytes > tier.capacity:
-            raise TierFullError(
-                f"tier {tier.name!r} holds {used} of its {tier.capacity} bytes of capacity, {nbytes} more are wanted",
-                hint="raise the tier's capacity, or let retention drop older checkpoints there; the copy is tried again by itself",
-                tier=tier.name,
-                wanted=nbytes,
-                free=tier.capacity - used,
-            )
 
 
 class _Counter:

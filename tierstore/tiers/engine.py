@@ -14,7 +14,7 @@ from tierstore.storage.contract import Source
 from tierstore.storage.sources import ThrottledSource
 from tierstore.tiers.catalog import RecordCache, scan
 from tierstore.tiers.commit import condemned_error
-from tierstore.tiers.copying import CopyContext, check_space
+from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.jobs import PendingCopy, WorkerOptions
 from tierstore.tiers.lanes import Entry, Lane
 from tierstore.tiers.leftovers import sweep_leftovers
@@ -140,7 +140,6 @@ class Engine:
     async def persist_to(self, save: Save, tier: Tier) -> None:
         job = save.job
         await ensure_tier(self.tiers, tier)
-        await check_space(tier, job.nbytes)
         limit = self.context.limits.get(tier.name)
         shard: Source = job.shard if limit is None else ThrottledSource(job.shard, limit)
         save.reason = f"being written to {tier.name}"

@@ -12,21 +12,20 @@ from typing import Any
 
 from tierstore.clock import Clock
 from tierstore.crashpoints import reach
-from tierstore.errors import ConflictError, IntegrityError, TierFullError, UsageError
+from tierstore.errors import ConflictError, IntegrityError, UsageError
 from tierstore.format.digest import BLOCK_NBYTES, DIGEST_NBYTES, block_count, block_digests, digest_of
 from tierstore.format.index import FileEntry, TensorEntry, build_index
 from tierstore.format.part import Part, encode_part
 from tierstore.format.receipt import Receipt, decode_receipt, encode_receipt
 from tierstore.names import Attempt, part_name, shard_name
 from tierstore.storage.contract import Source, Storage
+from tierstore.tiers.space import SAVE_RESERVE_NBYTES, check_space
 from tierstore.tiers.tier import Tier
 
-__all__ = ["RESERVE_NBYTES", "HashingSource", "check_room", "persist"]
+__all__ = ["HashingSource", "persist"]
 
 log = logging.getLogger(__name__)
 
-RESERVE_NBYTES = 64 << 20
-"""Free space that a save leaves on a tier, in bytes: room for logs, and for the file system itself."""
 _HASHES_AHEAD = 8
 
 
@@ -122,23 +121,6 @@ class HashingSource:
             self._error.__cause__ = error
 
 
-async def check_room(tier: Tier, nbytes: int, *, reserve_nbytes: int = RESERVE_NBYTES) -> None:
-    """Refuses to begin a write that can't fit beside the reserve.
-
-    Raises:
-        TierFullError: Names the tier, what is needed and what is free, in bytes. Nothing was written.
-    """
-    free = await tier.storage.free_nbytes()
-    if free is not None and free < nbytes + reserve_nbytes:
-        raise TierFullError(
-            f"tier {tier.name!r} at {tier.storage.uri} has {free} bytes free; {nbytes} are needed, and {reserve_nbytes} stay in reserve",
-            hint="free space there or let retention keep fewer checkpoints on it; nothing was lost",
-            tier=tier.name,
-            needed=nbytes,
-            free=free,
-        )
-
-
 async def persist(
     tier: Tier,
     attempt: Attempt,
@@ -152,7 +134,7 @@ async def persist(
     clock: Clock,
     authority: bool,
     block_nbytes: int = BLOCK_NBYTES,
-    reserve_nbytes: int = RESERVE_NBYTES,
+    reserve_nbytes: int = SAVE_RESERVE_NBYTES,
 ) -> Part:
     """Makes one rank's part of an attempt durable on `tier`.
 
@@ -181,7 +163,7 @@ async def persist(
         ConflictError: Another process wrote a different part for the same attempt and rank.
     """
     name, began = shard_name(rank, world_size), clock.monotonic()
-    await check_room(tier, shard.nbytes + len(objects), reserve_nbytes=reserve_nbytes)
+    await check_space(tier, shard.nbytes + len(objects), reserve_nbytes=reserve_nbytes)
 
     reach("persist.before-shard")
     source = HashingSource(shard, block_nbytes)

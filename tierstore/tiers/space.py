@@ -1,0 +1,41 @@
+"""Room on a tier: what is written has to fit before it is begun, into the storage and into the capacity that the tier was given."""
+
+from __future__ import annotations
+
+from tierstore.errors import TierFullError
+from tierstore.tiers.tier import Tier
+
+__all__ = ["COPY_RESERVE_NBYTES", "SAVE_RESERVE_NBYTES", "check_space"]
+
+SAVE_RESERVE_NBYTES = 64 << 20
+"""Free space that a save leaves on a tier, in bytes: room for logs, and for the file system itself."""
+
+COPY_RESERVE_NBYTES = 1 << 20
+"""Free space that a copy leaves, in bytes: directory entries, records."""
+
+
+async def check_space(tier: Tier, nbytes: int, *, reserve_nbytes: int = COPY_RESERVE_NBYTES) -> None:
+    """Refuses to begin what can't fit.
+
+    Raises:
+        TierFullError: Says how many bytes are wanted and how many there are. Nothing was written.
+    """
+    free = await tier.storage.free_nbytes()
+    if free is not None and nbytes + reserve_nbytes > free:
+        raise TierFullError(
+            f"tier {tier.name!r} has {free} bytes free; {nbytes} are wanted, and {reserve_nbytes} stay in reserve",
+            hint=f"free space on {tier.storage.uri}, or let retention keep fewer checkpoints there; it is tried again by itself",
+            tier=tier.name,
+            wanted=nbytes,
+            free=free,
+        )
+    if tier.capacity is not None:
+        used = sum(f.nbytes for f in await tier.storage.list())
+        if used + nbytes > tier.capacity:
+            raise TierFullError(
+                f"tier {tier.name!r} holds {used} of its {tier.capacity} bytes of capacity, {nbytes} more are wanted",
+                hint="raise the tier's capacity, or let retention keep fewer checkpoints there; it is tried again by itself",
+                tier=tier.name,
+                wanted=nbytes,
+                free=tier.capacity - used,
+            )
