@@ -125,7 +125,7 @@ def test_a_bucket_that_dies_in_mid_upload_loses_nothing_and_stops_nothing(tmp_pa
         for ticket in tickets:
             ticket.wait("durable", 120)
         worker.close(60)
-        report = session.run_coroutine(verify(session.tiers, "r", level="full"))
+        report = session.run(verify(session.tiers, "r", level="full"))
         assert report.findings == ()
         assert report.checkpoints == 9
 
@@ -137,14 +137,14 @@ def test_what_the_server_said_of_each_object_proves_it_later_without_a_download(
         worker = Worker(session, "r", options=FAST)
         worker.submit(save_job(attempt, nbytes=20_000_000)).wait("durable", 60)
         worker.close(60)
-        (info,) = session.run_coroutine(scan(session.tiers, "r")).checkpoints
+        (info,) = session.run(scan(session.tiers, "r")).checkpoints
         files = info.replicated["object"]["files"]
         assert {"manifest.json", "index.safetensors", "objects.json", "part-00000.safetensors"} < set(files)
         assert all(facts["checksum"] or facts["etag"] for facts in files.values())
-        quick = session.run_coroutine(verify(session.tiers, "r", only=["object"]))
+        quick = session.run(verify(session.tiers, "r", only=["object"]))
         assert (quick.findings, quick.nbytes_read) == ((), 0)
         size = files["shard-00000-of-00001.safetensors"]["nbytes"]
         storage = session.tiers.get("object").storage
-        session.run_coroutine(storage.put(attempt.path("shard-00000-of-00001.safetensors"), b"\0" * size))
-        changed = session.run_coroutine(verify(session.tiers, "r", only=["object"]))
+        session.run(storage.put(attempt.path("shard-00000-of-00001.safetensors"), b"\0" * size))
+        changed = session.run(verify(session.tiers, "r", only=["object"]))
         assert [f.code for f in changed.findings] == ["V109"]

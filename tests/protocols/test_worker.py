@@ -95,7 +95,7 @@ def eventually(condition: Callable[[], bool], what: str) -> None:
 
 
 def latest(session: LoopSession) -> int | None:
-    found = session.run_coroutine(scan(session.tiers, "r")).latest()
+    found = session.run(scan(session.tiers, "r")).latest()
     return found.attempt.step if found else None
 
 
@@ -391,7 +391,7 @@ def test_what_close_left_behind_is_resumed_by_the_next_process(tmp_path: Path) -
         assert report is not None
         assert latest(session) == 4
         worker.drain(30)
-        found = session.run_coroutine(scan(session.tiers, "r")).checkpoints[0]
+        found = session.run(scan(session.tiers, "r")).checkpoints[0]
         assert found.complete_on == ("nvme", "pfs", "object")
 
 
@@ -418,7 +418,7 @@ def test_ranks_on_one_node_commit_without_a_collective(tmp_path: Path) -> None:
         for ticket in tickets:
             for level in ("staged", "memory", "nvme", "committed", "object"):
                 ticket.wait(level, 30)
-        info = workers[0][1].run_coroutine(scan(workers[0][1].tiers, "r")).checkpoints[0]
+        info = workers[0][1].run(scan(workers[0][1].tiers, "r")).checkpoints[0]
         assert info.world_size == 2
         assert info.complete_on == tuple(LAYOUT)
     finally:
@@ -614,7 +614,7 @@ def test_a_ticket_ends_when_its_checkpoint_expires_on_the_way(tmp_path: Path) ->
         ticket = worker.submit(save_job(new_attempt("r", 1)))
         ticket.wait("committed", 20)
         storage = session.tiers.get("pfs").storage
-        session.run_coroutine(append(storage, ticket.attempt, "expired", {"rule": "test"}, clock=session.clock))
+        session.run(append(storage, ticket.attempt, "expired", {"rule": "test"}, clock=session.clock))
         with pytest.raises(SaveError, match="expired"):
             ticket.wait("object", 20)
         down.open.set()

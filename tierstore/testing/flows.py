@@ -173,7 +173,7 @@ class LoopSession:
         )
         self.loop = EventLoop()
 
-    def run_coroutine(self, coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+    def run(self, coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         return self.loop.run(coro, timeout)
 
     def submit(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:

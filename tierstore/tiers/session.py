@@ -87,8 +87,6 @@ class Session:
             self._check_open()
         return self.loop.run(coro, timeout)
 
-    run_coroutine = run
-
     def submit(self, coro: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
         """Starts a coroutine on the session's loop and returns at once."""
         if self._closed:

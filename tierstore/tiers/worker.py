@@ -49,7 +49,7 @@ class WorkerSession(Protocol):
     @property
     def tiers(self) -> Tiers: ...
 
-    def run_coroutine(self, coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T: ...
+    def run(self, coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T: ...
 
     def submit(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]: ...
 
@@ -138,7 +138,7 @@ class Worker:
             tiers, self.run, clock=self._session.clock, commit_only=True, lock=self._run_lock(tiers), wait_s=_ADOPT_WAIT_S
         )
         try:
-            report = self._session.run_coroutine(work)
+            report = self._session.run(work)
         except LockedError as error:
             log.warning("%s", error.message)
             return None
@@ -168,7 +168,7 @@ class Worker:
     def pending(self) -> tuple[PendingCopy, ...]:
         """What is not where it should be yet, newest first for each tier."""
         engine = self._engine
-        return () if engine is None or self._forked() else tuple(self._session.run_coroutine(_ask(engine)))
+        return () if engine is None or self._forked() else tuple(self._session.run(_ask(engine)))
 
     def status(self) -> Status:
         """What each tier holds and lacks, what is under way, and the last errors.
@@ -178,8 +178,8 @@ class Worker:
         """
         self._check_usable()
         engine = self._engine
-        view = WorkerView() if engine is None else self._session.run_coroutine(_view(engine, self._board))
-        return self._session.run_coroutine(collect_status(self._session.tiers, self.run, clock=self._session.clock, worker=view))
+        view = WorkerView() if engine is None else self._session.run(_view(engine, self._board))
+        return self._session.run(collect_status(self._session.tiers, self.run, clock=self._session.clock, worker=view))
 
     def close(self, deadline_s: float | None = None) -> None:
         """Drains, then ends; idempotent. After a missed deadline the work is ended where it is: nothing half-done is visible.
@@ -219,7 +219,7 @@ class Worker:
         with self._starting:
             if self._engine is None:
                 tiers = self._session.tiers
-                self._engine = self._session.run_coroutine(self._make(tiers))
+                self._engine = self._session.run(self._make(tiers))
                 started = threading.Event()
                 self._main = self._session.submit(self._engine.main(started.set))
                 started.wait()
@@ -272,7 +272,7 @@ class Worker:
                 log.debug("run=%s the event loop has ended", self.run)
 
     def _drain(self, engine: Engine, deadline_s: float | None, *, rescan: bool) -> None:
-        left, looked = self._session.run_coroutine(self._drained(engine, deadline_s, rescan=rescan))
+        left, looked = self._session.run(self._drained(engine, deadline_s, rescan=rescan))
         if left:
             if self._ended():
                 self.raise_errors()  # what ended the background work is the reason why nothing gets on
