@@ -52,3 +52,15 @@ def test_a_step_saved_again_by_a_process_whose_clock_is_behind_supersedes_the_ol
 def test_metrics_that_are_no_numbers_are_answered_with_a_usage_error(tmp_path: Path, metrics: Any) -> None:
     with tierstore.open(tiers_of(tmp_path), run="r") as store, pytest.raises(UsageError, match="metric"):
         store.save(1, {"w": torch.ones(1)}, metrics=metrics)
+
+
+def test_one_flipped_bit_in_the_commit_record_does_not_lose_a_checkpoint_that_is_whole_on_every_tier(tmp_path: Path) -> None:
+    with tierstore.open(tiers_of(tmp_path), run="r") as store:
+        store.save(1, {"w": torch.ones(8)}).wait("durable", 30)
+    (record,) = (tmp_path / "shared").rglob("000000.json")
+    data = record.read_bytes()
+    at = data.index(b'"manifest": "sha256:') + 25
+    digit = b"1" if data[at : at + 1] != b"1" else b"0"
+    record.write_bytes(data[:at] + digit + data[at + 1 :])  # still a record that can be read, of another promise
+    with tierstore.open(tiers_of(tmp_path), run="r") as store:
+        assert torch.equal(store.load(1)["w"], torch.ones(8))

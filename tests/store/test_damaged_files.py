@@ -127,7 +127,7 @@ def test_damage_in_any_place_ends_in_the_next_tier_or_in_a_typed_error(
         with caplog.at_level(logging.WARNING), tierstore.open(tiers_in(folder), run="r") as store:
             everywhere = where == BOTH and place not in ("part", "receipt")
             recommitted = everywhere and (place, damage) == ("record", "missing")  # the payload is complete: it is committed again
-            wrong_promise = place == "record" and damage in ("flipped", "misplaced") and "shared" in where  # the authority's word decides
+            wrong_promise = place == "record" and damage == "misplaced" and "shared" in where  # the authority's word decides
             if (everywhere and not recommitted) or wrong_promise:
                 with pytest.raises(IntegrityError) as caught:
                     store.resume()
@@ -290,6 +290,7 @@ def rewrite(
         body = json.dumps(document).encode()
         paths["manifest"].write_bytes(body)
         committed = json.loads(paths["record"].read_bytes())
+        del committed["self_digest"]  # whoever forges a record can seal it; here it is the rest that is tested
         committed["data"].update(manifest=digest_of(body), manifest_nbytes=len(body), nbytes=document["nbytes"])
         record(committed)
         paths["record"].write_text(json.dumps(committed))

@@ -27,7 +27,7 @@ class Descriptor:
 
 def encode_descriptor(descriptor: Descriptor) -> bytes:
     """Writes a descriptor as a document."""
-    return encode_document(_DOCUMENT, {"store_id": descriptor.store_id})
+    return encode_document(_DOCUMENT, {"store_id": descriptor.store_id}, sealed=True)
 
 
 def decode_descriptor(data: bytes) -> Descriptor:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tierstore.errors import FormatError, UsageError, VersionError
+from tierstore.format.digest import digest_of
 
 __all__ = [
     "FORMAT_VERSION",
@@ -29,6 +30,7 @@ MAX_DOCUMENT_NBYTES = 256 << 20
 
 MAX_DEPTH = 100
 _MAX_DIGITS = 40  # of a JSON number; our own numbers have at most 24 characters
+_SEAL = "self_digest"
 _VERSION = re.compile(r"(0|[1-9]\d{0,5})\.(0|[1-9]\d{0,5})")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -57,12 +59,14 @@ def check_version(version: object, what: str) -> tuple[int, int]:
     return major, minor
 
 
-def encode_document(kind: str, body: Mapping[str, Any]) -> bytes:
+def encode_document(kind: str, body: Mapping[str, Any], *, sealed: bool = False) -> bytes:
     """Writes a document as canonical JSON: sorted keys, one-space indent, UTF-8, a newline at the end.
 
     Args:
         kind: What the document is, e.g. ``tierstore.manifest``; written as ``format``.
         body: JSON values; tuples become lists; NaN and infinities become ``{"$float": "nan"}``.
+        sealed: Adds ``self_digest``, the SHA-256 of the same document without that field: for documents that no other document
+            proves, in which a flipped bit may read as another valid value.
 
     Raises:
         UsageError: A value is no JSON value, a key is no str, or the nesting is deeper than 100.
@@ -70,10 +74,13 @@ def encode_document(kind: str, body: Mapping[str, Any]) -> bytes:
     full = {**body, "format": kind, "format_version": FORMAT_VERSION}
     plain = plain_json(full, kind, 0)
     try:
-        text = json.dumps(plain, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
-        return (text + "\n").encode("utf-8")
+        return _canonical({**plain, _SEAL: digest_of(_canonical(plain))} if sealed else plain)
     except UnicodeEncodeError as error:
         raise UsageError(f"{kind} holds text that is no valid Unicode ({error.reason})", hint="remove lone surrogates") from error
+
+
+def _canonical(plain: Mapping[str, Any]) -> bytes:
+    return (json.dumps(plain, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
 
 
 def plain_json(value: Any, path: str, depth: int = 0) -> Any:
@@ -109,7 +116,7 @@ def decode_document(data: bytes, kind: str, *, max_nbytes: int = MAX_DOCUMENT_NB
     """Reads a document of `kind`.
 
     Raises:
-        FormatError: Not JSON, too long, too deep, with duplicate keys, or not of this kind.
+        FormatError: Not JSON, too long, too deep, with duplicate keys, not of this kind, or not what its ``self_digest`` says.
         VersionError: Written by a newer major version.
     """
     value = load_json(data, kind, max_nbytes=max_nbytes)
@@ -121,6 +128,9 @@ def decode_document(data: bytes, kind: str, *, max_nbytes: int = MAX_DOCUMENT_NB
             hint="the file is foreign, damaged or misplaced: run `tierstore verify`",
         )
     check_version(value.get("format_version"), kind)
+    seal = value.pop(_SEAL, None)
+    if seal is not None and seal != digest_of(_canonical(value)):
+        raise FormatError(f"{kind}: the document is not what its {_SEAL} says", hint="the file is damaged: run `tierstore verify`")
     body = restore_json(value, kind, 0)
     assert isinstance(body, dict)
     return body

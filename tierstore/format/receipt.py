@@ -29,7 +29,8 @@ class Receipt:
 
 def encode_receipt(receipt: Receipt) -> bytes:
     """Writes a receipt as a document."""
-    return encode_document(_DOCUMENT, {"part_digest": receipt.part_digest, "rank": receipt.rank, "world_size": receipt.world_size})
+    body = {"part_digest": receipt.part_digest, "rank": receipt.rank, "world_size": receipt.world_size}
+    return encode_document(_DOCUMENT, body, sealed=True)
 
 
 def decode_receipt(data: bytes) -> Receipt:

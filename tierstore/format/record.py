@@ -90,6 +90,7 @@ def encode_record(record: Record) -> bytes:
             "actor": record.actor,
             "data": record.data,
         },
+        sealed=True,
     )
 
 
