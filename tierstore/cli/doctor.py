@@ -6,7 +6,7 @@ import json
 import secrets
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -31,7 +31,12 @@ _SKEW = timedelta(minutes=5)
 
 def doctor(
     cli: Cli,
-    probe: Annotated[str | None, typer.Option("--probe", metavar="URI", help="Try the contract on this storage; leaves nothing.")] = None,
+    probe: Annotated[
+        str | None,
+        typer.Option(
+            "--probe", metavar="URI", help="Try the contract on this storage; leaves nothing. -c FILE lends the options of its tier there."
+        ),
+    ] = None,
     option: Annotated[
         list[str] | None, typer.Option("--option", metavar="K=V", help="With --probe: an option of the storage, e.g. endpoint_url=…")
     ] = None,
@@ -154,7 +159,7 @@ def _conclude(cli: Cli, config: StoreConfig, looks: list[_Look]) -> int:
 
 
 def _probe(cli: Cli, uri: str, options: list[str]) -> int:
-    given: dict[str, str] = {}
+    given = _options_of(cli, uri)
     for text in options:
         name, equals, value = text.partition("=")
         if not (name and equals):
@@ -184,6 +189,15 @@ def _probe(cli: Cli, uri: str, options: list[str]) -> int:
     if report.checks[0].ok or report.ok:
         return 0 if report.ok else 1
     return AccessError.exit_code
+
+
+def _options_of(cli: Cli, uri: str) -> dict[str, Any]:
+    """With ``-c FILE``: the options of the file's tier in the same place (bucket, host), so that its endpoint and keys are used."""
+    if not cli.options.config:
+        return {}
+    place = uri.split("/")[:3]
+    tiers = [tier for tier in cli.load().tiers if "://" in tier.uri and tier.uri.split("/")[:3] == place]
+    return dict(tiers[0].options) if tiers else {}
 
 
 def _skew_text(skew_s: float | None) -> str:
