@@ -608,6 +608,19 @@ def test_when_the_background_work_dies_close_says_so_instead_of_waiting(tmp_path
             worker.close()
 
 
+def test_a_ticket_ends_when_the_worker_is_closed_before_its_copies_are_done(tmp_path: Path) -> None:
+    """Who waited for it without a timeout waited for ever."""
+    with working(tmp_path, SHORT) as (worker, session):
+        hook(session, "object", Gate("write", error=lambda: TemporaryError("down")))
+        ticket = worker.submit(save_job(new_attempt("r", 1)))
+        ticket.wait("committed", 20)
+        with pytest.raises(DeadlineError):
+            worker.close(0.05)
+        with pytest.raises(SaveError, match="closed before this save was everywhere"):
+            ticket.wait("object", 20)
+        assert ticket.done("committed")
+
+
 def test_a_ticket_ends_when_its_checkpoint_expires_on_the_way(tmp_path: Path) -> None:
     with working(tmp_path, SHORT) as (worker, session):
         down = hook(session, "object", Gate("write", error=lambda: TemporaryError("down")))

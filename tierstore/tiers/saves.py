@@ -14,7 +14,7 @@ from tierstore.storage.sources import BytesSource
 from tierstore.tiers.jobs import SaveJob, WorkerOptions
 from tierstore.tiers.ticket import Ticket
 
-__all__ = ["Save", "SaveQueue", "closed_before_written", "save_error"]
+__all__ = ["Save", "SaveQueue", "closed_before_written", "closed_on_the_way", "save_error"]
 
 log = logging.getLogger(__name__)
 
@@ -233,6 +233,11 @@ def save_error(save: Save, where: str, reason: TierStoreError) -> SaveError:
 def closed_before_written() -> ClosedError:
     """Why a save that is on no tier yet will get nowhere."""
     return ClosedError("the worker was closed before this save was written", hint="give close() a longer deadline")
+
+
+def closed_on_the_way() -> ClosedError:
+    """Why nobody here hears any more of a save that lies on a tier, but not yet on all that should have it."""
+    return ClosedError("the worker was closed before this save was everywhere", hint="the next process or `tierstore sync` goes on with it")
 
 
 def _closed() -> ClosedError:

@@ -24,7 +24,7 @@ from tierstore.tiers.jobs import PendingCopy, SaveJob, WorkerOptions, worker_opt
 from tierstore.tiers.locks import RunLock, lock_path
 from tierstore.tiers.progress import NO_PROGRESS, Progress, TransferBoard
 from tierstore.tiers.promote import ReconcileReport, reconcile
-from tierstore.tiers.saves import Save, SaveQueue, closed_before_written
+from tierstore.tiers.saves import Save, SaveQueue, closed_before_written, closed_on_the_way
 from tierstore.tiers.status import Status, WorkerView, collect_status
 from tierstore.tiers.ticket import Ticket
 from tierstore.tiers.tier import Tiers
@@ -259,6 +259,8 @@ class Worker:
         for save in self._queue.waiting():
             save.ticket.fail(closed_before_written())
             self._queue.finish(save)
+        for save in self._engine.saves.values() if self._engine is not None else ():
+            save.ticket.fail(closed_on_the_way())
 
     def _wake(self) -> None:
         self._call(lambda engine: engine.wake.set())
