@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tierstore.clock import SystemClock
-from tierstore.errors import TemporaryError
+from tierstore.errors import NotFoundError, TemporaryError
 from tierstore.names import Attempt
 from tierstore.testing.flows import HookedStorage, LoopSession, folder_tiers, new_attempt, save_job
 from tierstore.tiers.findings import FINDING_KINDS, findings_markdown
@@ -197,6 +197,54 @@ def test_a_changed_server_checksum_is_found_without_a_download(stored: tuple[Pat
     report = asyncio.run(run())
     assert [(f.code, f.tier, f.file) for f in report.findings] == [("V109", "object", SHARD)]
     assert report.nbytes_read == 0
+
+
+def test_a_file_that_goes_while_verify_looks_is_a_finding_and_no_crash(stored: tuple[Path, Attempt]) -> None:
+    root, attempt = stored
+    tiers = folder_tiers(root, LAYOUT)
+
+    async def run() -> VerifyReport:
+        size = (root / "object" / attempt.path(SHARD)).stat().st_size
+        files = {SHARD: {"nbytes": size, "etag": "x", "checksum": ""}}
+        await append(tiers.authority.storage, attempt, "replicated", {"tier": "object", "files": files}, clock=SystemClock())
+        storage = tiers.get("object").storage
+        assert isinstance(storage, HookedStorage)
+
+        async def hook(operation: str, path: str) -> None:
+            if operation == "stat":
+                raise NotFoundError(f"{path} is gone")
+
+        storage.hook = hook
+        return await verify(tiers, "r", only=["object"])
+
+    report = asyncio.run(run())
+    assert [(f.code, f.file) for f in report.findings] == [("V101", SHARD)]
+
+
+def test_when_a_tier_fails_in_mid_verify_nothing_goes_on_behind_it(stored: tuple[Path, Attempt]) -> None:
+    root, _ = stored
+    tiers = folder_tiers(root, LAYOUT)
+    storage = tiers.get("object").storage
+    assert isinstance(storage, HookedStorage)
+    running = 0
+
+    async def hook(operation: str, path: str) -> None:
+        nonlocal running
+        if operation not in ("read", "read_into") or "/step-" not in path or path.endswith(("manifest.json", "index.safetensors")):
+            return
+        if path.endswith("objects.json"):
+            raise TemporaryError("down")
+        running += 1
+        await asyncio.sleep(0.01)
+        running -= 1
+
+    async def run() -> None:
+        storage.hook = hook
+        report = await verify(tiers, "r", level="full", only=["object"])
+        assert [f.code for f in report.findings] == ["V111"]
+        assert running == 0
+
+    asyncio.run(run())
 
 
 def test_the_table_of_codes_is_the_reference_page() -> None:

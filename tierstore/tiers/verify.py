@@ -28,6 +28,7 @@ from tierstore.tiers.copying import Proof
 from tierstore.tiers.findings import Finding
 from tierstore.tiers.progress import NO_PROGRESS, Progress
 from tierstore.tiers.tier import Tier, Tiers
+from tierstore.tiers.together import together
 from tierstore.tiers.view import further, read_state
 
 __all__ = ["Level", "VerifyReport", "verify"]
@@ -72,7 +73,6 @@ class _Verifying:
     progress: Progress
     budget: ByteBudget
     findings: list[Finding] = field(default_factory=list)
-    slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
     checkpoints: int = 0
     files: int = 0
     nbytes_read: int = 0
@@ -251,8 +251,11 @@ async def _compare_server_facts(
         before = recorded.get(file.name)
         if not isinstance(before, Mapping) or not (before.get("checksum") or before.get("etag")):
             return
-        async with work.slots:
+        try:
             now = await tier.storage.stat(info.attempt.path(file.name))
+        except NotFoundError as error:  # removed since the listing
+            work.note("V101", tier.name, file.name, error.message, info.attempt)
+            return
         for what, new in (("checksum", now.checksum), ("etag", now.etag)):
             old = before.get(what)
             if old and new:
@@ -260,7 +263,7 @@ async def _compare_server_facts(
                     work.note("V109", tier.name, file.name, f"{what} {new} instead of {old}", info.attempt)
                 return  # the stronger fact decides: an ETag may change when a bucket is copied as a whole
 
-    await asyncio.gather(*(head(file) for file in files))
+    await together(head, files, at_once=_AT_ONCE)
 
 
 async def _index(
@@ -294,14 +297,13 @@ async def _read_payload(
     work: _Verifying, info: CheckpointInfo, tier: Tier, manifest: Manifest, sound: Sequence[FileRecord], index: Index | None
 ) -> None:
     async def one(file: FileRecord) -> None:
-        async with work.slots:
-            if file.kind == "shard":
-                if index is not None:
-                    await _read_blocks(work, info.attempt, tier, index.file(file.name), manifest.block_nbytes)
-            elif file.kind != "index":
-                await _read_document(work, info.attempt, tier, file, manifest.block_nbytes)
+        if file.kind == "shard":
+            if index is not None:
+                await _read_blocks(work, info.attempt, tier, index.file(file.name), manifest.block_nbytes)
+        elif file.kind != "index":
+            await _read_document(work, info.attempt, tier, file, manifest.block_nbytes)
 
-    await asyncio.gather(*(one(file) for file in sound))
+    await together(one, sound, at_once=_AT_ONCE)
 
 
 async def _read_document(work: _Verifying, attempt: Attempt, tier: Tier, file: FileRecord, block_nbytes: int) -> None:

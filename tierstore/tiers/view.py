@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tierstore.errors import IntegrityError, StorageError
+from tierstore.errors import IntegrityError, NotFoundError, StorageError
 from tierstore.format.receipt import Receipt, decode_receipt
 from tierstore.format.record import Record
 from tierstore.names import MANIFEST, Attempt
@@ -154,7 +154,7 @@ async def _look(tier: Tier, attempt: Attempt) -> tuple[dict[int, Receipt], bool]
             return held, False
         files = await tier.storage.children(attempt.folder)
         return held, attempt.path(MANIFEST) in [f.path for f in files.files]
-    except (StorageError, IntegrityError) as error:
+    except (StorageError, NotFoundError, IntegrityError) as error:  # not found: removed between a listing and a read
         log.warning("tier=%s checkpoint=%s can't be looked at: %s", tier.name, attempt.folder, error.message)
         return held, False
 
