@@ -11,6 +11,7 @@ import pytest
 
 import tierstore
 from tierstore import errors
+from tierstore.crashpoints import CRASH_POINTS
 from tierstore.errors import TierStoreError
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -123,3 +124,8 @@ def test_every_test_that_the_documents_name_exists() -> None:
             assert (root / path).exists(), f"{page.name} names {path}"
             if name:
                 assert f"def {name}(" in (root / path).read_text(encoding="utf-8"), f"{page.name} names {path}::{name}"
+
+
+def test_every_crash_point_is_in_the_protocol() -> None:
+    page = (DOCS / "design" / "protocol.md").read_text(encoding="utf-8")
+    assert not [point for point in CRASH_POINTS if f"`{point}`" not in page]
