@@ -278,6 +278,31 @@ def test_a_cancelled_write_closes_no_descriptor_under_a_running_call(tmp_path: P
     assert not (tmp_path / "file").exists()
 
 
+def test_a_cancelled_read_leaves_the_memory_alone_once_it_has_ended(tmp_path: Path) -> None:
+    """A thread that was still reading filled the buffer later, when its owner may have put other bytes there."""
+    reading, go = threading.Event(), threading.Event()
+
+    class SlowReads(OsSyscalls):
+        def preadv(self, fd: int, buffer: memoryview, offset: int, flags: int = 0) -> int:
+            reading.set()
+            go.wait(60)
+            return super().preadv(fd, buffer, offset, flags)
+
+    (tmp_path / "file").write_bytes(b"x" * 4096)
+
+    async def work() -> None:
+        buffer = bytearray(4096)
+        read = asyncio.ensure_future(PosixStorage(tmp_path, syscalls=SlowReads()).read_into("file", 0, memoryview(buffer)))
+        assert await asyncio.to_thread(reading.wait, 20)
+        read.cancel()
+        assert not (await asyncio.wait({read}, timeout=0.05))[0], "it ended while a thread could still write into the buffer"
+        go.set()
+        assert (await asyncio.wait({read}, timeout=20))[0]
+        assert read.cancelled()
+
+    asyncio.run(work())
+
+
 def test_writes_survive_deletions_that_take_their_folder_away(tmp_path: Path) -> None:
     async def main() -> None:
         storage = PosixStorage(tmp_path, threads=4)

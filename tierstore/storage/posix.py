@@ -113,11 +113,16 @@ class PosixStorage:
         if buffer.nbytes == 0:
             return
         target = buffer.cast("B")
+        file = OpenFile(self._tree.syscalls, full, os.O_RDONLY, direct=self._direct)
         if target.nbytes <= _PART_NBYTES:
-            await self._call("read", full, self._read_at_once, full, offset, target)
+            ended = False
+            try:
+                await self._call("read", full, self._read_at_once, file, full, offset, target)
+                ended = True
+            finally:
+                if not ended:  # a thread that is still at it would fill memory that its owner has taken back meanwhile
+                    await self._finally("read", full, file.close)
             return
-        tree = self._tree
-        file = OpenFile(tree.syscalls, full, os.O_RDONLY, direct=self._direct)
 
         async def take(starts: Any) -> None:
             for start in starts:
@@ -137,8 +142,7 @@ class PosixStorage:
         self._tree.inside(full)
         file.open()
 
-    def _read_at_once(self, full: str, offset: int, target: memoryview) -> None:
-        file = OpenFile(self._tree.syscalls, full, os.O_RDONLY, direct=self._direct)
+    def _read_at_once(self, file: OpenFile, full: str, offset: int, target: memoryview) -> None:
         try:
             self._open_inside(file, full)
             got = file.read(target, offset)
