@@ -10,15 +10,15 @@ import hashlib
 import re
 from typing import TypeAlias
 
-from tierstore.errors import FormatError, IntegrityError
+from tierstore.errors import FormatError
 
 __all__ = [
     "BLOCK_NBYTES",
     "DIGEST_NBYTES",
     "Buffer",
+    "bad_blocks",
     "block_count",
     "block_digests",
-    "check_block",
     "check_digest",
     "digest_of",
     "file_digest",
@@ -71,23 +71,10 @@ def check_digest(text: object, what: str = "digest") -> str:
     return text
 
 
-def check_block(data: Buffer, expected: Buffer, *, file: str = "", block: int = 0) -> None:
-    """Proves one block.
-
-    Args:
-        data: The block's raw bytes.
-        expected: Its 32-byte digest.
-        file: The file's name, for the message.
-        block: The block's number in the file, for the message.
-
-    Raises:
-        IntegrityError: The bytes are not those that were written.
-    """
-    found = hashlib.sha256(data).digest()
-    if found != bytes(expected):
-        raise IntegrityError(
-            f"block {block} of {file or 'a file'} is damaged: sha256 {found.hex()[:16]}… instead of {bytes(expected).hex()[:16]}…",
-            hint="another tier may hold a good copy: run `tierstore verify`",
-            file=file,
-            block=block,
-        )
+def bad_blocks(found: bytes, promised: bytes) -> list[int]:
+    """The numbers of the blocks whose digests differ, counted from the first of both; one that only one side has differs."""
+    if found == promised:
+        return []
+    size = DIGEST_NBYTES
+    count = -(-max(len(found), len(promised)) // size)
+    return [n for n in range(count) if found[n * size : (n + 1) * size] != promised[n * size : (n + 1) * size]]

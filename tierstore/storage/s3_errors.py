@@ -113,10 +113,6 @@ class Refusal:
         return self.code in ("PreconditionFailed", "412") or self.status == 412
 
     @property
-    def beyond_the_end(self) -> bool:
-        return self.code == "InvalidRange" or self.status == 416
-
-    @property
     def transient(self) -> bool:
         """May pass: throttling, a busy or restarting server, or bytes that were damaged on their way."""
         return self.code in _THROTTLED | _PASSING | _DAMAGED or (self.status >= 500 and self.status not in (501, 505, 507))

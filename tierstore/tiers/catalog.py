@@ -16,7 +16,7 @@ from typing import Literal
 from tierstore.errors import IntegrityError, NotFoundError, TierStoreError, UsageError
 from tierstore.names import Attempt, Reference
 from tierstore.tiers.checkpoint import CheckpointInfo, IncompleteAttempt, ReplicaState
-from tierstore.tiers.scanning import RecordCache, Scanned, runs, scan_attempts
+from tierstore.tiers.scanning import RecordCache, runs, scan_attempts
 from tierstore.tiers.tier import Tiers
 
 __all__ = ["Catalog", "CheckpointInfo", "IncompleteAttempt", "RecordCache", "ReplicaState", "runs", "scan"]
@@ -181,7 +181,7 @@ async def scan(tiers: Tiers, run: str, cache: RecordCache | None = None) -> Cata
         authority=tiers.authority.name,
         other_runs=tuple(others),
     )
-    return _warn_unusable(catalog, scanned, cache)
+    return _warn_unusable(catalog, cache)
 
 
 def _supersede(found: Sequence[CheckpointInfo]) -> tuple[CheckpointInfo, ...]:
@@ -195,7 +195,7 @@ def _supersede(found: Sequence[CheckpointInfo]) -> tuple[CheckpointInfo, ...]:
     return tuple(replace(c, superseded=c.attempt.step in winners and winners[c.attempt.step] > c.attempt) for c in ordered)
 
 
-def _warn_unusable(catalog: Catalog, scanned: Scanned, cache: RecordCache) -> Catalog:
+def _warn_unusable(catalog: Catalog, cache: RecordCache) -> Catalog:
     extra = []
     for info in catalog.checkpoints:
         if _offered(info) and not info.usable:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from tierstore.clock import Clock
 from tierstore.crashpoints import reach
 from tierstore.errors import IntegrityError, NotFoundError, StorageError, TierStoreError
-from tierstore.format.digest import DIGEST_NBYTES, block_digests, digest_of, file_digest
+from tierstore.format.digest import DIGEST_NBYTES, bad_blocks, block_digests, digest_of, file_digest
 from tierstore.format.index import FileEntry
 from tierstore.names import Attempt
 from tierstore.storage.bandwidth import Bandwidth
@@ -52,7 +52,6 @@ class CopyContext:
     limits: Mapping[str, Bandwidth] = field(default_factory=dict)
     """Tier name → the limiter that all writes to it share."""
     progress: Progress = NO_PROGRESS
-    actor: str = ""
 
     @staticmethod
     def make(
@@ -138,11 +137,10 @@ class VerifiedSource:
     def _prove(self, buffer: memoryview, first: int) -> None:
         found = block_digests(buffer, self._block)
         promised = self._file.block_digests[first * DIGEST_NBYTES : first * DIGEST_NBYTES + len(found)]
-        if found == promised:
+        bad = bad_blocks(found, promised)
+        if not bad:
             return
-        size = DIGEST_NBYTES
-        bad = next(n for n in range(len(found) // size) if found[n * size : (n + 1) * size] != promised[n * size : (n + 1) * size])
-        begin = (first + bad) * self._block
+        begin = (first + bad[0]) * self._block
         end = min(begin + self._block, self.nbytes)
         raise IntegrityError(
             f"{self._path} in {self._storage.uri} is damaged: bytes {begin} to {end} do not match their SHA-256",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tierstore.errors import AccessError, IntegrityError, NotFoundError, StorageError, TemporaryError, TierStoreError
-from tierstore.format.digest import DIGEST_NBYTES, block_digests, digest_of, file_digest
+from tierstore.format.digest import DIGEST_NBYTES, bad_blocks, block_digests, digest_of, file_digest
 from tierstore.format.index import FileEntry, Index, decode_index
 from tierstore.format.manifest import FileRecord, Manifest, decode_manifest
 from tierstore.format.objects import split_objects
@@ -188,17 +188,15 @@ class Replica:
         found = await asyncio.to_thread(block_digests, part, size)
         first = begin // size
         promised = entry.block_digests[first * DIGEST_NBYTES : first * DIGEST_NBYTES + len(found)]
-        if found == promised:
-            return []
         bad: list[tuple[int, int]] = []
-        for number in range(len(found) // DIGEST_NBYTES):
-            at = slice(number * DIGEST_NBYTES, (number + 1) * DIGEST_NBYTES)
-            if found[at] != promised[at]:
-                b, e = begin + number * size, min(begin + (number + 1) * size, begin + part.nbytes)
-                if bad and bad[-1][1] == b:
-                    bad[-1] = (bad[-1][0], e)
-                else:
-                    bad.append((b, e))
+        for number in bad_blocks(found, promised):
+            b, e = begin + number * size, min(begin + (number + 1) * size, begin + part.nbytes)
+            if bad and bad[-1][1] == b:
+                bad[-1] = (bad[-1][0], e)
+            else:
+                bad.append((b, e))
+        if not bad:
+            return []
         reason = f"block {bad[0][0] // size} is damaged: its SHA-256 is not the one in the index"
         self._pass_over(source, entry.name, IntegrityError(reason))
         return bad

@@ -29,7 +29,6 @@ class Save:
     """Its image is being written now: it can't be skipped."""
     dropped: bool = False
     released: bool = False
-    persisted: bool = False
     reason: str = "its turn"
     failing_since: float | None = None
     """When every tier refused it for the first time, in seconds of `time.monotonic`; None while none did."""

@@ -102,10 +102,6 @@ class Tiers:
     def is_authority(self, tier: Tier) -> bool:
         return tier.name == self.authority.name
 
-    def after(self, tier: Tier) -> tuple[Tier, ...]:
-        """The tiers farther than `tier`, nearest first."""
-        return self.tiers[self.tiers.index(tier) + 1 :]
-
     def __iter__(self) -> Iterator[Tier]:
         return iter(self.tiers)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tierstore.errors import IntegrityError, NotFoundError, StorageError, TierStoreError
-from tierstore.format.digest import DIGEST_NBYTES, block_digests, digest_of
+from tierstore.format.digest import DIGEST_NBYTES, bad_blocks, block_digests, digest_of
 from tierstore.format.index import FileEntry, Index, decode_index
 from tierstore.format.manifest import FileRecord, Manifest, decode_manifest
 from tierstore.names import MANIFEST, TMP, Attempt
@@ -330,12 +330,10 @@ async def _read_blocks(work: _Verifying, attempt: Attempt, tier: Tier, file: Fil
             work.note("V103", tier.name, file.name, f"bytes {begin} to {end}: {error.message}", attempt)
             continue
         found = await asyncio.to_thread(block_digests, buffer, block_nbytes)
-        for number in range(first, last):
-            place = (number - first) * DIGEST_NBYTES
-            promised = file.block_digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]
-            if found[place : place + DIGEST_NBYTES] != promised:
-                span = f"{number * block_nbytes} to {min((number + 1) * block_nbytes, file.nbytes)}"
-                work.note("V103", tier.name, file.name, f"block {number} (bytes {span}) does not match its SHA-256", attempt)
+        for bad in bad_blocks(found, file.block_digests[first * DIGEST_NBYTES : last * DIGEST_NBYTES]):
+            number = first + bad
+            span = f"{number * block_nbytes} to {min((number + 1) * block_nbytes, file.nbytes)}"
+            work.note("V103", tier.name, file.name, f"block {number} (bytes {span}) does not match its SHA-256", attempt)
         work.nbytes_read += end - begin
         done = end
         work.progress(tier.name, attempt, file.name, min(done, file.nbytes - 1), file.nbytes)

@@ -108,11 +108,6 @@ class AttemptView:
     def ranks(self, tier: str) -> frozenset[int]:
         return frozenset(self.receipts.get(tier, {}))
 
-    @property
-    def missing(self) -> tuple[int, ...]:
-        """Ranks that have not reported to the authority, as far as the world size is known."""
-        return tuple(r for r in range(self.world_size or 0) if r not in self.parts)
-
 
 async def observe(tiers: Tiers, attempt: Attempt, *, world_size: int | None = None) -> AttemptView:
     """Looks at one attempt on the staging tiers and the authority (further tiers are known from the authority's log).
