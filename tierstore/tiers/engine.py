@@ -188,7 +188,6 @@ class Engine:
         job = save.job
         if self.trouble.pop(tier.name, None):
             log.warning("tier=%s takes saves again", tier.name)
-        save.persisted = True
         self.saves[job.attempt] = save
         save.ticket.reach("staged")
         if not self.tiers.is_authority(tier):
