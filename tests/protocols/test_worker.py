@@ -536,6 +536,16 @@ def test_close_gives_up_on_an_image_that_no_tier_takes(tmp_path: Path) -> None:
             worker.close()
 
 
+def test_close_gives_up_on_a_full_authority_while_every_other_tier_is_well(tmp_path: Path) -> None:
+    """It used to wait for ever: what waits on the other tiers for the commit was not counted as failing."""
+    with working(tmp_path, SHORT, replace(FAST, patience_s=0.1)) as (worker, session):
+        hook(session, "pfs", Gate("write", error=lambda: TierFullError("full")))
+        ticket = worker.submit(save_job(new_attempt("r", 1)))
+        ticket.wait("staged", 20)
+        with pytest.raises(DeadlineError, match="pfs: steps 1"):
+            worker.close()
+
+
 def test_a_blocked_save_is_answered_when_no_tier_takes_the_ones_before(tmp_path: Path) -> None:
     job = save_job(new_attempt("r", 1))
     with working(tmp_path, SHORT, replace(FAST, patience_s=0.1, max_inflight=job.nbytes)) as (worker, session):

@@ -284,8 +284,10 @@ class Engine:
             PendingCopy(attempt=s.job.attempt, tier=self.tiers.nearest.name, nbytes=s.job.nbytes, reason=s.reason, failing_s=failing_s)
             for s in self.queue.waiting()
         ]
+        authority = self.lanes.get(self.tiers.authority.name)
+        commits_failing_s = authority.failing_s if authority is not None else 0.0
         for lane in self.lanes.values():
-            found += lane.pending()
+            found += lane.pending(commits_failing_s)
         return found
 
     def kick(self) -> None:

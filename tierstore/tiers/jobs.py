@@ -85,4 +85,4 @@ class PendingCopy:
     reason: str
     """What it waits for: a retry and its error, another rank, its turn."""
     failing_s: float = 0.0
-    """For how long its tier has been failing, in seconds; 0 if it is not."""
+    """For how long its tier, or the authority whose commit it waits for, has been failing, in seconds; 0 if it is not."""

@@ -118,9 +118,16 @@ class Lane:
             entry.not_before, entry.pause_s = 0.0, 0.0
             self._wake.set()
 
-    def pending(self) -> Iterator[PendingCopy]:
-        now = asyncio.get_running_loop().time()
-        failing = 0.0 if self.failing_since is None else now - self.failing_since
+    @property
+    def failing_s(self) -> float:
+        """For how long every try on this tier has failed, in seconds; 0 while it works."""
+        return 0.0 if self.failing_since is None else asyncio.get_running_loop().time() - self.failing_since
+
+    def pending(self, commits_failing_s: float = 0.0) -> Iterator[PendingCopy]:
+        """What is not on this tier yet. `commits_failing_s`: for how long the authority has been failing.
+
+        What waits for a commit gets on no sooner than the authority does, however well its own tier is.
+        """
         waiting = 0
         for entry in self._newest_first():
             if entry.working:
@@ -128,6 +135,8 @@ class Lane:
             else:
                 reason = "put off: newer checkpoints go first" if self._is_put_off(waiting) else entry.reason
                 waiting += 1
+            stuck = not entry.working and entry.reason == "waiting for the commit"
+            failing = max(self.failing_s, commits_failing_s) if stuck else self.failing_s
             yield PendingCopy(attempt=entry.attempt, tier=self.tier.name, nbytes=entry.nbytes, reason=reason, failing_s=failing)
 
     # ---- the task
