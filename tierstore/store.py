@@ -382,14 +382,18 @@ class Store:
             raise UsageError(f"metrics are a mapping of names to numbers, not {metrics!r}", hint="pass e.g. metrics={'val/loss': 1.9}")
         numbers: dict[str, float] = {}
         for name, value in (metrics or {}).items():
+            if not _is_label(str(name)):
+                raise UsageError(f"{str(name)[:100]!r} can't name a metric", hint="use 1 to 200 printable characters")
             try:
                 numbers[str(name)] = float(value)
             except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a tensor of several
                 raise UsageError(
                     f"metric {name!r} is {value!r}, not a number", hint="pass floats, e.g. metrics={'val/loss': 1.9}"
                 ) from error
-        if isinstance(tags, str) or any(not isinstance(t, str) or not t or len(t) > 200 for t in tags or ()):
-            raise UsageError(f"tags are a list of names, not {tags!r}", hint="pass e.g. tags=['release/1']")
+        if isinstance(tags, str) or any(not isinstance(t, str) or not _is_label(t) for t in tags or ()):
+            raise UsageError(
+                f"tags are a list of names of 1 to 200 printable characters, not {tags!r}", hint="pass e.g. tags=['release/1']"
+            )
         return {
             "created_at": utc_text(self._clock.now()),
             "metrics": numbers,
@@ -426,6 +430,11 @@ class Store:
     def _load(self, info: CheckpointInfo, into: Any, options: LoadOptions | None) -> Any:
         replica = self._replica(info)
         return load_state(replica, self._session.run, into=into, options=options, rank=self.rank, codecs=self._codecs)
+
+
+def _is_label(name: str) -> bool:
+    """Whether it can name a metric or a tag: these are shown in tables and written on command lines."""
+    return 0 < len(name) <= 200 and name.isprintable()
 
 
 def _reopen(config: StoreConfig, rank: int, world_size: int, codecs: ObjectCodecs | None) -> Store:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -48,7 +51,7 @@ def test_a_step_saved_again_by_a_process_whose_clock_is_behind_supersedes_the_ol
         assert store.load(1) == {"i": "new"}
 
 
-@pytest.mark.parametrize("metrics", [5, ["loss"], {"loss": 10**400}, {"loss": torch.ones(2)}], ids=str)
+@pytest.mark.parametrize("metrics", [5, ["loss"], {"loss": 10**400}, {"loss": torch.ones(2)}, {"": 1.0}, {"a\x1b[2J": 1.0}], ids=repr)
 def test_metrics_that_are_no_numbers_are_answered_with_a_usage_error(tmp_path: Path, metrics: Any) -> None:
     with tierstore.open(tiers_of(tmp_path), run="r") as store, pytest.raises(UsageError, match="metric"):
         store.save(1, {"w": torch.ones(1)}, metrics=metrics)
@@ -64,3 +67,30 @@ def test_one_flipped_bit_in_the_commit_record_does_not_lose_a_checkpoint_that_is
     record.write_bytes(data[:at] + digit + data[at + 1 :])  # still a record that can be read, of another promise
     with tierstore.open(tiers_of(tmp_path), run="r") as store:
         assert torch.equal(store.load(1)["w"], torch.ones(8))
+
+
+def test_escape_sequences_in_names_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    with tierstore.open(tiers_of(tmp_path), run="r") as store:
+        store.save(1, {"evil\x1b[2J\x9b": torch.ones(1)}).wait("durable", 30)
+        with pytest.raises(UsageError, match="tags are"):
+            store.save(2, {}, tags=["a\x1b[2J"])
+    shown = tierstore_of(tmp_path, "tensors", "r@1")
+    assert shown.returncode == 0
+    assert b"evil" in shown.stdout
+    assert b"\x1b" not in shown.stdout
+    assert "\x9b" not in shown.stdout.decode()
+
+
+def test_a_closed_standard_output_is_no_traceback(tmp_path: Path) -> None:
+    with tierstore.open(tiers_of(tmp_path), run="r") as store:
+        store.save(1, {"w": torch.ones(1)}).wait("durable", 30)
+    shown = tierstore_of(tmp_path, "ls", preexec_fn=lambda: os.close(1))
+    assert b"Traceback" not in shown.stderr
+    assert shown.returncode == 0
+
+
+def tierstore_of(tmp_path: Path, *words: str, **more: Any) -> subprocess.CompletedProcess[bytes]:
+    """The command line over the tiers of `tiers_of`."""
+    tiers = [word for tier in tiers_of(tmp_path) for word in ("--tier", tier)]
+    command = [sys.executable, "-m", "tierstore", *words, *tiers, "--run", "r"]
+    return subprocess.run(command, capture_output=True, timeout=120, check=False, **more)

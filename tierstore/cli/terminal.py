@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
+import re
 import shutil
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, TextIO
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 
 from tierstore.clock import utc_text
@@ -135,7 +138,20 @@ def plain_json(value: Any) -> Any:
     return value
 
 
-def _console(stream: TextIO) -> Console:
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class _DataConsole(Console):
+    """A console on which data can't speak to the terminal: escape sequences in names would move its cursor, or worse."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            yield segment if control or not _CONTROL.search(text) else Segment(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text), style)
+
+
+def _console(stream: TextIO | None) -> Console:
     # Names from checkpoints are data: no markup, no emoji codes, no guessing of what a number is.
+    stream = io.StringIO() if stream is None else stream  # Python's word for a stream that was closed before it started
     width = None if stream.isatty() else shutil.get_terminal_size((_WIDE, 24)).columns
-    return Console(file=stream, width=width, markup=False, emoji=False, highlight=False)
+    return _DataConsole(file=stream, width=width, markup=False, emoji=False, highlight=False)
