@@ -152,7 +152,7 @@ def find_config(explicit: str | os.PathLike[str] | None = None, *, env: Mapping[
         return DEFAULT_FILE
     raise ConfigError(
         f"no configuration: there is no {DEFAULT_FILE} in {Path.cwd()}, and TIERSTORE_CONFIG is not set",
-        hint="name one with -c FILE; docs/reference/configuration.md has one to copy",
+        hint="name one with -c FILE, or the tiers with --tier PATH_OR_URI each; docs/reference/configuration.md has a file to copy",
     )
 
 

@@ -199,7 +199,8 @@ class _Demo:
         if not self.cli.terminal.as_json:
             self.cli.terminal.show("")
             for command, meaning in look_further(self.place.config, serving=keep, serve_again=serve_again):
-                self.cli.terminal.show(Text(f"# {meaning}", style="dim"), Text(f"  {command}"))
+                self.cli.terminal.show(Text(f"# {meaning}", style="dim"))
+                self.cli.terminal.out.print(Text(f"  {command}"), soft_wrap=True)  # a line break inside would break copy and paste
 
     # ---- inside
 

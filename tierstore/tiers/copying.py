@@ -144,7 +144,7 @@ class VerifiedSource:
         end = min(begin + self._block, self.nbytes)
         raise IntegrityError(
             f"{self._path} in {self._storage.uri} is damaged: bytes {begin} to {end} do not match their SHA-256",
-            hint="run `tierstore verify --level full`, then `tierstore repair`",
+            hint="run `tierstore verify --level full`; docs/guides/recovery.md shows how to put a good copy back",
             file=self._path,
         )
 
@@ -285,4 +285,8 @@ def _no_source(attempt: Attempt, target: Tier | None, name: str, failures: Seque
         if isinstance(error, StorageError):
             kind = type(error)
             return kind(message, hint=error.hint or "the other sources are damaged: bring this tier back", **context)
-    return IntegrityError(message, hint="run `tierstore verify --level full` to see every tier's copy, then `tierstore repair`", **context)
+    return IntegrityError(
+        message,
+        hint="run `tierstore verify --level full` to see every tier's copy; docs/guides/recovery.md shows how to put one back",
+        **context,
+    )
