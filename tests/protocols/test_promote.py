@@ -225,9 +225,7 @@ def test_two_reconcilers_at_once_do_no_harm(tmp_path: Path) -> None:
         for attempt in attempts:
             await stage(mine, attempt, seed=attempt.step)
         free = [RunLock(None, "r"), RunLock(None, "r")]  # two nodes: neither sees the other's lock
-        reports = await asyncio.gather(
-            reconcile(mine, "r", clock=CLOCK, lock=free[0]), reconcile(yours, "r", clock=CLOCK, lock=free[1])
-        )
+        reports = await asyncio.gather(reconcile(mine, "r", clock=CLOCK, lock=free[0]), reconcile(yours, "r", clock=CLOCK, lock=free[1]))
         assert all(r.ok for r in reports)
         for attempt in attempts:
             assert len({tuple(sorted(contents(tmp_path, name, attempt).items())) for name in LAYOUT}) == 1

@@ -58,9 +58,7 @@ class Engine:
 
     async def main(self, started: Callable[[], None]) -> None:
         for tier in self.tiers:
-            self.lanes[tier.name] = Lane(
-                context=self.context, tier=tier, options=self.options, lock=self.lock, reports=self
-            )
+            self.lanes[tier.name] = Lane(context=self.context, tier=tier, options=self.options, lock=self.lock, reports=self)
         tasks = [asyncio.ensure_future(lane.run()) for lane in self.lanes.values()]
         tasks += [asyncio.ensure_future(self.persist_all()), asyncio.ensure_future(self.rescan_when_idle())]
         stopping = asyncio.ensure_future(self.stop.wait())

@@ -105,9 +105,7 @@ def _descending(save_id: str) -> tuple[int, ...]:
     return tuple(-ord(c) for c in save_id)
 
 
-async def promote(
-    tiers: Tiers, attempt: Attempt, target: Tier | str, *, clock: Clock, context: CopyContext | None = None
-) -> Outcome:
+async def promote(tiers: Tiers, attempt: Attempt, target: Tier | str, *, clock: Clock, context: CopyContext | None = None) -> Outcome:
     """Brings one attempt onto one tier, now.
 
     Args:

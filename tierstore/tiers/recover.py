@@ -159,4 +159,3 @@ async def _record_again(context: CopyContext, view: AttemptView, tier: Tier) -> 
     """A replica's own `replicated` record was lost with the log: its files are compared again, and recorded anew."""
     copied = await copy_payload(context, view, tier)
     await record_replica(context, view, tier, copied)
-

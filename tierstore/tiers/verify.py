@@ -199,9 +199,7 @@ async def _verify_replica(work: _Verifying, info: CheckpointInfo, tier: Tier) ->
         await _read_payload(work, info, tier, manifest, sound, index)
 
 
-async def _manifest(
-    work: _Verifying, info: CheckpointInfo, tier: Tier, there: Mapping[str, FileInfo], *, share: bool
-) -> Manifest | None:
+async def _manifest(work: _Verifying, info: CheckpointInfo, tier: Tier, there: Mapping[str, FileInfo], *, share: bool) -> Manifest | None:
     """The manifest: the tier's own if it is good, else another tier's, so that the files can be checked all the same."""
     if not (share and MANIFEST not in there):  # a share has its manifest elsewhere until it is completed
         try:
@@ -239,9 +237,7 @@ def _present(work: _Verifying, info: CheckpointInfo, tier: Tier, file: FileRecor
     return found is not None and found.nbytes == file.nbytes
 
 
-async def _compare_server_facts(
-    work: _Verifying, info: CheckpointInfo, tier: Tier, files: Sequence[FileRecord], replicated: Any
-) -> None:
+async def _compare_server_facts(work: _Verifying, info: CheckpointInfo, tier: Tier, files: Sequence[FileRecord], replicated: Any) -> None:
     """Compares the server's word of today with that of the day of the copy, by HEAD; says nothing where nothing was recorded."""
     recorded = replicated.data.get("files") if replicated is not None else None
     if not isinstance(recorded, Mapping):
@@ -266,9 +262,7 @@ async def _compare_server_facts(
     await together(head, files, at_once=_AT_ONCE)
 
 
-async def _index(
-    work: _Verifying, info: CheckpointInfo, tier: Tier, manifest: Manifest, sound: Sequence[FileRecord]
-) -> Index | None:
+async def _index(work: _Verifying, info: CheckpointInfo, tier: Tier, manifest: Manifest, sound: Sequence[FileRecord]) -> Index | None:
     """The index, proved against the manifest; another tier's where this one's is bad or not there."""
     record = next((f for f in manifest.files if f.kind == "index"), None)
     if record is None:

@@ -134,9 +134,7 @@ class Worker:
         """
         self._check_usable()
         tiers = self._start().tiers
-        work = reconcile(
-            tiers, self.run, clock=self._session.clock, commit_only=True, lock=self._run_lock(tiers), wait_s=_ADOPT_WAIT_S
-        )
+        work = reconcile(tiers, self.run, clock=self._session.clock, commit_only=True, lock=self._run_lock(tiers), wait_s=_ADOPT_WAIT_S)
         try:
             report = self._session.run(work)
         except LockedError as error:
