@@ -151,6 +151,8 @@ class Store:
         """
         self._check_usable()
         step = check_step(step)
+        if if_exists not in ("supersede", "refuse"):
+            raise UsageError(f"if_exists is {if_exists!r}", hint="say 'supersede' or 'refuse'")
         facts = self._facts(metrics, tags, final)
         # Before anything that may fail on one rank alone, which would leave the others waiting in the broadcast.
         save_id = from_rank_0(self._next_save_id(), rank=self.rank, world_size=self.world_size)

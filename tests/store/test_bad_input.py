@@ -102,7 +102,7 @@ def test_an_unknown_key_is_named_with_its_place_and_the_likely_one(tmp_path: Pat
     done = command(config, tmp_path, "ls")
     assert done.returncode == 2
     for word in ("tierstore.yaml", "durble_at", "durable_at"):
-        assert word in done.stderr
+        assert word in done.stderr.replace("\n", "")  # a long path is broken over lines
     assert not (tmp_path / "node").exists()
 
 

