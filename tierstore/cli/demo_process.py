@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -46,7 +48,7 @@ class Tally:
 
 
 class Trainee:
-    """One training process. Leaving its ``with`` block ends it, whatever happened.
+    """One training process, started by its ``with`` block; leaving the block ends it, whatever happened.
 
     Args:
         command: What to run.
@@ -54,27 +56,43 @@ class Trainee:
     """
 
     def __init__(self, command: list[str], log: Path) -> None:
+        self._command = command
         self._log = log
         self._killed = False
-        with open(log, "wb") as stderr:
-            # A session of its own: Ctrl-C reaches the demo alone, which then ends it by its id.
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
-            )
+        self._started: subprocess.Popen[str] | None = None
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def _process(self) -> subprocess.Popen[str]:
+        assert self._started is not None, "a training process is started by its with block"
+        return self._started
+
     def __enter__(self) -> Trainee:
+        try:
+            with _interrupts_wait(), open(self._log, "wb") as stderr:
+                # A session of its own: Ctrl-C reaches the demo alone, which then ends it by its id.
+                self._started = subprocess.Popen(
+                    self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
+                )
+        except BaseException:
+            self._end()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        self._end()
+
+    def _end(self) -> None:
+        if self._started is None:
+            return
+        if self._started.poll() is None:
+            self._started.kill()
+        self._started.wait()
+        if self._started.stdout is not None:
+            self._started.stdout.close()
 
     def events(self) -> Iterator[dict[str, Any]]:
         """What it reports, as it happens, until it ends.
@@ -95,3 +113,19 @@ class Trainee:
         """SIGKILL: no handler runs, no buffer is written out."""
         self._killed = True
         self._process.send_signal(signal.SIGKILL)
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Holds Ctrl-C back until the block is over: one in the middle of starting a process would leave a child that nobody knows."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread is interrupted
+        return
+    waiting = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: waiting.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if waiting:
+        raise KeyboardInterrupt

@@ -228,6 +228,7 @@ class Engine:
         if save is None:
             return
         ticket, rank = save.ticket, save.job.rank
+        save.hidden = save.hidden or view.log.hidden
         if view.log.condemned and view.log.fate is not None:
             self.give_up(save, "committing", condemned_error(view.log.fate, attempt))
             self.saves.pop(attempt, None)
@@ -244,7 +245,7 @@ class Engine:
                 ticket.reach("durable")
         if not any(attempt in lane.attempts for lane in self.lanes.values()):
             self.saves.pop(attempt, None)  # nothing is left to do
-            if view.log.hidden:  # nor will be: who still waits for a copy would wait for ever
+            if save.hidden:  # nor will be, even if this lane looked before it expired: who still waits for a copy would wait for ever
                 reason = "the checkpoint expired before it got there"
                 ticket.fail(RefusedError(reason, hint="`tierstore show` prints its log", run=attempt.run, step=attempt.step))
 

@@ -28,6 +28,8 @@ class Save:
     writing: bool = False
     """Its image is being written now: it can't be skipped."""
     dropped: bool = False
+    hidden: bool = False
+    """A lane saw that it expired."""
     released: bool = False
     reason: str = "its turn"
     failing_since: float | None = None
