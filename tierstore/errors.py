@@ -21,6 +21,7 @@
     │   └── OutcomeUnknownError     outcome-unknown     5     (a commit whose answer was lost and can't be read back)
     ├── SaveError                   save                1     (a background save failed; ``__cause__`` has the reason)
     ├── CondemnedError              condemned           1     (the attempt was given up by a committer or a collector)
+    ├── RankError                   rank                1     (another rank failed, or is gone)
     ├── RefusedError                refused             7     (a safety rule said no)
     ├── LockedError                 locked              8     BlockingIOError
     ├── ClosedError                 closed              1     (the store was closed, or belongs to another process)
@@ -48,6 +49,7 @@ __all__ = [
     "NotFoundError",
     "OutcomeUnknownError",
     "PartialError",
+    "RankError",
     "RefusedError",
     "SaveError",
     "StateMismatchError",
@@ -209,6 +211,12 @@ class CondemnedError(TierStoreError, RuntimeError):
     """The attempt was condemned before it committed; names the reason and the missing ranks."""
 
     kind = "condemned"
+
+
+class RankError(TierStoreError, RuntimeError):
+    """Another rank of the group failed, or the group's rendezvous is gone; names the ranks and their reason."""
+
+    kind = "rank"
 
 
 class RefusedError(TierStoreError, RuntimeError):

@@ -1,0 +1,94 @@
+"""What the tests with several ranks share: starting them in a gloo group within milliseconds, and collecting what they return.
+
+A rank's body is a function of a test module, ``body(rank, world_size, folder, **values)``; it returns a JSON value. Each rank is a
+fork of a server that has imported torch once; it has the environment that torchrun gives (RANK, WORLD_SIZE, LOCAL_RANK).
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(
+    ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "tierstore.store"]
+)
+
+Body = Callable[..., Any]
+
+
+def run_ranks(
+    world_size: int, body: Body, folder: Path, *, timeout_s: float = 240.0, may_die: Mapping[int, int] | None = None, **values: Any
+) -> list[Any]:
+    """Runs `body` in `world_size` ranks of a gloo group; returns what each returned (None where it died as allowed).
+
+    Args:
+        world_size: How many ranks.
+        body: A function at the top of a module; see above.
+        folder: Its place; the ranks' results and errors lie there too.
+        timeout_s: After this all of them are killed and the test fails, naming who was still running.
+        may_die: Rank → the exit code that it may (and must) end with, e.g. ``{1: -9}``.
+        values: Further keyword arguments of `body`; they are pickled.
+
+    Raises:
+        AssertionError: A rank failed, hung, or did not die as it should; with the tracebacks of all of them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    room = folder / f"ranks-{time.monotonic_ns()}"
+    room.mkdir()
+    ranks = [_SERVER.Process(target=_main, args=(body, rank, world_size, folder, room, values)) for rank in range(world_size)]
+    for process in ranks:
+        process.start()
+    end = time.monotonic() + timeout_s
+    for process in ranks:
+        process.join(max(0.0, end - time.monotonic()))
+    hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+    for rank in hung:
+        ranks[rank].kill()
+        ranks[rank].join()
+    allowed = dict(may_die or {})
+    wrong = [rank for rank, process in enumerate(ranks) if process.exitcode != allowed.get(rank, 0)]
+    if hung or wrong:
+        told = "\n".join(f"--- rank {r}, exit code {p.exitcode}\n{_read(room / f'{r}.error')}" for r, p in enumerate(ranks))
+        raise AssertionError(f"ranks {hung} hung, ranks {wrong} ended badly\n{told}")
+    return [json.loads(_read(room / f"{rank}.json") or "null") for rank in range(world_size)]
+
+
+def die() -> None:
+    """SIGKILL to this rank: no handler runs."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _main(body: Body, rank: int, world_size: int, folder: Path, room: Path, values: dict[str, Any]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    errors = open(room / f"{rank}.error", "w", buffering=1)  # noqa: SIM115 - lives as long as the process
+    os.dup2(errors.fileno(), 2)
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{room}/rendezvous", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
+        )
+        result = body(rank, world_size, folder, **values)
+        (room / f"{rank}.json").write_text(json.dumps(result))
+        dist.destroy_process_group()
+    except BaseException:  # noqa: BLE001 - boundary of the process: told in the test's own failure
+        traceback.print_exc(file=errors)
+        errors.flush()
+        os._exit(1)  # another rank may wait for this one: it is to see the connection close, not an orderly end that waits itself
+    sys.stdout.flush()
