@@ -47,13 +47,13 @@ class Agreement:
         self.deadline_s = deadline_s
         self._asked = 0
         members = dist.get_process_group_ranks(group) if group is not None else list(range(self.world_size))
-        base = distributed_c10d._get_default_store()
+        base: Any = distributed_c10d._get_default_store()
         with contextlib.suppress(AttributeError, RuntimeError):  # a FileStore has one connection and no lock to share
             base = base.clone()  # a connection of our own: waiting on it holds up nobody else's
         # Which group, and the how-manieth agreement on it: all ranks count alike, for they open stores in the same order.
         where = f"tierstore/{members[0]}-{members[-1]}-{len(members)}"
         number = base.add(f"{where}/opened/{self.rank}", 1)
-        self._store = dist.PrefixStore(f"{where}/{number}", base)
+        self._store: Any = distributed_c10d.PrefixStore(f"{where}/{number}", base)
 
     def agree(self, what: str, value: bytes, combine: Combine) -> bytes:
         """Gives `value`, and returns what rank 0's `combine` makes of all ranks' values, in the order of the ranks.
