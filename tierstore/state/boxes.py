@@ -27,12 +27,13 @@ class Read:
     """One contiguous piece of a file and where it goes.
 
     With `strides` None the bytes are `target`'s own, in order, and `target` is contiguous host memory. Otherwise they go to scratch,
-    where `strides` (in elements of the stored dtype) pick out `target`'s elements.
+    where `strides` (in elements of `dtype`, the stored one) pick out `target`'s elements.
     """
 
     file: str
     offset: int
     nbytes: int
+    dtype: torch.dtype
     target: torch.Tensor
     strides: tuple[int, ...] | None
 
@@ -63,7 +64,7 @@ def intersect(box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[B
 
 
 def reads_of(
-    *, file: str, begin: int, sizes: Sequence[int], itemsize: int, inside: Box, target: torch.Tensor, direct: bool, block_nbytes: int
+    *, file: str, begin: int, sizes: Sequence[int], dtype: torch.dtype, inside: Box, target: torch.Tensor, direct: bool, block_nbytes: int
 ) -> Iterator[Read]:
     """The reads that fill `target` with the box `inside` of an extent.
 
@@ -71,13 +72,13 @@ def reads_of(
         file: The extent's file.
         begin: Where the extent begins in it, in bytes.
         sizes: The extent's shape.
-        itemsize: Bytes per element, as stored.
+        dtype: The stored dtype.
         inside: The wanted box in the extent's coordinates, not empty.
         target: Its shape is the box's.
         direct: `target` is host memory of the stored dtype, so that contiguous parts of it may be read into.
         block_nbytes: The unit of verification: gaps shorter than this cost nothing extra to read.
     """
-    unit = itemsize
+    unit = dtype.itemsize
     strides: list[int] = []
     for size in reversed(sizes):
         strides.append(unit)
@@ -85,21 +86,24 @@ def reads_of(
     strides.reverse()
     offset = begin + sum(r.start * s for r, s in zip(inside, strides, strict=True))
     steps = tuple(s * r.step for r, s in zip(inside, strides, strict=True))
-    yield from _split(file, offset, steps, itemsize, target, direct, block_nbytes)
+    yield from _split(file, offset, steps, dtype, target, direct, block_nbytes)
 
 
-def _split(file: str, offset: int, steps: tuple[int, ...], itemsize: int, target: torch.Tensor, direct: bool, block: int) -> Iterator[Read]:
+def _split(
+    file: str, offset: int, steps: tuple[int, ...], dtype: torch.dtype, target: torch.Tensor, direct: bool, block: int
+) -> Iterator[Read]:
     """`steps`: bytes in the file from one index to the next, per dimension of `target`."""
     counts = tuple(target.shape)
+    itemsize = dtype.itemsize
     span = itemsize + sum((count - 1) * step for count, step in zip(counts, steps, strict=True))
     dense = span == math.prod(counts) * itemsize
     direct_now = direct and target.is_contiguous()
     if dense and direct_now:
-        yield Read(file=file, offset=offset, nbytes=span, target=target, strides=None)
+        yield Read(file=file, offset=offset, nbytes=span, dtype=dtype, target=target, strides=None)
         return
     run, gap = _run_and_gap(counts, steps, itemsize)
     if span <= SPAN_NBYTES and gap < block and not (direct_now and run >= block):
-        yield Read(file=file, offset=offset, nbytes=span, target=target, strides=tuple(step // itemsize for step in steps))
+        yield Read(file=file, offset=offset, nbytes=span, dtype=dtype, target=target, strides=tuple(step // itemsize for step in steps))
         return
     axis = next(i for i, count in enumerate(counts) if count > 1)
     below = itemsize + sum((counts[i] - 1) * steps[i] for i in range(axis + 1, len(counts)))
@@ -110,7 +114,7 @@ def _split(file: str, offset: int, steps: tuple[int, ...], itemsize: int, target
             group = 1  # it is an inner gap that is too wide: take the indices one by one
     for at in range(0, counts[axis], group):
         yield from _split(
-            file, offset + at * steps[axis], steps, itemsize, target.narrow(axis, at, min(group, counts[axis] - at)), direct, block
+            file, offset + at * steps[axis], steps, dtype, target.narrow(axis, at, min(group, counts[axis] - at)), direct, block
         )
 
 

@@ -11,16 +11,16 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from tierstore.errors import IncompleteError
-from tierstore.format.dtypes import DTYPES
 from tierstore.format.index import Index, TensorEntry
 from tierstore.state.bits import as_bits, memory_of, tensor_over, torch_dtype
 from tierstore.state.boxes import SPAN_NBYTES, Box, Read, intersect, reads_of
 from tierstore.tiers.reads import Want
 
-__all__ = ["Fill", "Reader", "Run", "fill_all", "same_values"]
+__all__ = ["Fill", "Reader", "Run", "deliver", "fill_all", "reads_for", "same_values"]
 
 SCRATCH_NBYTES = 4 * SPAN_NBYTES
 """Scratch memory of one load, in bytes."""
@@ -62,7 +62,7 @@ def fill_all(reader: Reader, run: Run, fills: Sequence[Fill]) -> None:
         IntegrityError: No tier has good bytes; from `Reader.read`.
     """
     wants: list[Want] = []
-    gathered: list[tuple[Read, int, torch.dtype]] = []
+    gathered: list[tuple[Read, memoryview]] = []
     used = 0
     scratch: torch.Tensor | None = None
 
@@ -70,17 +70,14 @@ def fill_all(reader: Reader, run: Run, fills: Sequence[Fill]) -> None:
         nonlocal used
         if wants:
             run(reader.read(wants))
-        with torch.no_grad():
-            for read, at, dtype in gathered:
-                assert scratch is not None
-                _scatter(scratch, read, at, dtype)
+        for read, memory in gathered:
+            deliver(read, memory)
         wants.clear()
         gathered.clear()
         used = 0
 
     for fill in fills:
-        stored = torch_dtype(fill.entry.dtype)
-        for read in _reads(fill, stored, reader.index.block_nbytes):
+        for read in reads_for(fill, reader.index.block_nbytes):
             if read.strides is None:
                 wants.append(Want(file=read.file, offset=read.offset, buffer=memory_of(read.target)))
                 continue
@@ -90,19 +87,29 @@ def fill_all(reader: Reader, run: Run, fills: Sequence[Fill]) -> None:
                 scratch = torch.empty(SCRATCH_NBYTES, dtype=torch.uint8, device="cpu")
             memory = memory_of(scratch[used : used + read.nbytes])
             wants.append(Want(file=read.file, offset=read.offset, buffer=memory))
-            gathered.append((read, used, stored))
+            gathered.append((read, memory))
             used += -(-read.nbytes // _ALIGNMENT) * _ALIGNMENT
     flush()
 
 
-def _reads(fill: Fill, stored: torch.dtype, block_nbytes: int) -> Iterator[Read]:
+def reads_for(fill: Fill, block_nbytes: int) -> Iterator[Read]:
+    """What must be read for one wish: pieces of files, and where each goes. Nothing is read here; `deliver` puts a piece in place.
+
+    Args:
+        fill: The wish.
+        block_nbytes: The unit of verification, in bytes; see `boxes.reads_of`.
+
+    Raises:
+        IncompleteError: The wished box has elements that no extent holds; raised after the last read.
+    """
     entry, target = fill.entry, fill.target
+    stored = torch_dtype(entry.dtype)
     if target.numel() == 0:
         return
     direct = target.device.type == "cpu" and target.dtype == stored and not (target.is_conj() or target.is_neg())
     if direct and len(entry.extents) == 1 and entry.extents[0].sizes == tuple(target.shape) and target.is_contiguous():
         extent = entry.extents[0]  # a whole tensor in one piece: nearly all of them are, and states have tens of thousands
-        yield Read(file=extent.file, offset=extent.begin, nbytes=extent.end - extent.begin, target=target, strides=None)
+        yield Read(file=extent.file, offset=extent.begin, nbytes=extent.end - extent.begin, dtype=stored, target=target, strides=None)
         return
     covered = 0
     for extent in entry.extents:
@@ -116,7 +123,7 @@ def _reads(fill: Fill, stored: torch.dtype, block_nbytes: int) -> Iterator[Read]
             file=extent.file,
             begin=extent.begin,
             sizes=extent.sizes,
-            itemsize=DTYPES[entry.dtype].itemsize,
+            dtype=stored,
             inside=inside,
             target=part,
             direct=direct,
@@ -130,14 +137,26 @@ def _reads(fill: Fill, stored: torch.dtype, block_nbytes: int) -> Iterator[Read]
         )
 
 
-def _scatter(scratch: torch.Tensor, read: Read, at: int, stored: torch.dtype) -> None:
-    assert read.strides is not None
-    values = scratch[at : at + read.nbytes].view(stored).as_strided(tuple(read.target.shape), read.strides, at // stored.itemsize)
-    target = read.target
-    if target.dtype != stored or target.is_conj() or target.is_neg():
-        target.copy_(values)
-    else:
-        as_bits(target).copy_(as_bits(values))
+def deliver(read: Read, memory: memoryview) -> None:
+    """Puts the bytes of `read` into its target: copied as they are, or gathered by its strides, and cast where the dtypes differ.
+
+    Args:
+        read: From `reads_for`.
+        memory: Its bytes, `Read.nbytes` of them, wherever they lie; they are not kept.
+    """
+    if read.strides is None:
+        memory_of(read.target)[:] = memory
+        return
+    with torch.no_grad():
+        raw = torch.from_numpy(np.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=np.uint8))
+        if raw.data_ptr() % read.dtype.itemsize:
+            raw = raw.clone()  # torch views bytes as another dtype only where they are aligned to it
+        values = raw.view(read.dtype).as_strided(tuple(read.target.shape), read.strides)
+        target = read.target
+        if target.dtype != read.dtype or target.is_conj() or target.is_neg():
+            target.copy_(values)
+        else:
+            as_bits(target).copy_(as_bits(values))
 
 
 def same_values(reader: Reader, run: Run, first: TensorEntry, second: TensorEntry) -> bool:

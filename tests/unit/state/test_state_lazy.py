@@ -16,7 +16,7 @@ from tierstore.format.index import Extent, TensorEntry
 from tierstore.format.objects import Opaque, TensorRef
 from tierstore.state.boxes import Read, intersect, reads_of
 from tierstore.state.lazy import Checkpoint
-from tierstore.state.reading import Fill, fill_all
+from tierstore.state.reading import Fill, deliver, fill_all, reads_for
 from tierstore.testing.equality import assert_same_state
 
 KIB = 1024
@@ -165,7 +165,9 @@ def test_no_read_into_scratch_is_longer_than_a_span(shape: tuple[int, ...], monk
     monkeypatch.setattr("tierstore.state.boxes.SPAN_NBYTES", 10_000)
     target = torch.empty(shape[::-1]).permute(*reversed(range(len(shape))))
     inside = tuple(range(n) for n in shape)
-    reads = list(reads_of(file="f", begin=0, sizes=shape, itemsize=4, inside=inside, target=target, direct=True, block_nbytes=1 << 20))
+    reads = list(
+        reads_of(file="f", begin=0, sizes=shape, dtype=torch.float32, inside=inside, target=target, direct=True, block_nbytes=1 << 20)
+    )
     assert max(r.nbytes for r in reads) <= 10_000
     assert sum(r.nbytes for r in reads) == 4 * math.prod(shape)
     assert all(isinstance(r, Read) and r.strides is not None for r in reads)
@@ -209,3 +211,18 @@ def test_objects_are_the_state_without_its_values() -> None:
     assert isinstance(objects["s"], Opaque)
     assert reader.wants == []
     assert_same_state(checkpoint.state(), state)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16])
+def test_reads_for_names_pieces_of_files_and_deliver_puts_them_in_place(shift: int, target_dtype: torch.dtype) -> None:
+    """What an exchange between ranks stands on: whoever got the bytes, wherever they lie in memory."""
+    tensor = torch.randn(40, 64)
+    reader = split(tensor, [[13], [20, 40]])
+    entry: TensorEntry = reader.entry  # type: ignore[attr-defined]
+    target = torch.zeros(30, 25, dtype=target_dtype)
+    data = reader.files["shard-00000-of-00001.safetensors"]
+    for read in reads_for(Fill(entry=entry, box=(range(5, 35), range(10, 60, 2)), target=target), 4 * KIB):
+        moved = b"x" * shift + data[read.offset : read.offset + read.nbytes]
+        deliver(read, memoryview(moved)[shift:])
+    assert torch.equal(target, tensor[5:35, 10:60:2].to(target_dtype))
