@@ -65,7 +65,11 @@ def test_the_demo_is_killed_resumes_bit_equal_and_needs_s3_alone(tmp_path: Path)
 def test_ctrl_c_ends_the_demo_and_everything_that_it_started(tmp_path: Path) -> None:
     place = tmp_path / "demo"
     process = subprocess.Popen(
-        [*DEMO, "--steps", "100000", "--directory", str(place), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*DEMO, "--steps", "100000", "--directory", str(place), "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where the tests run in a shell's background
     )
     giving_up = threading.Timer(150, process.kill)
     giving_up.start()

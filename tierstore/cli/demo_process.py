@@ -118,8 +118,8 @@ class Trainee:
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
     """Holds Ctrl-C back until the block is over: one in the middle of starting a process would leave a child that nobody knows."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread is interrupted
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) in (None, signal.SIG_IGN):
+        yield  # only the main thread is interrupted, and nobody is where the shell started it in the background
         return
     waiting = []
     before = signal.signal(signal.SIGINT, lambda number, frame: waiting.append(number))
