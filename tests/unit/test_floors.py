@@ -27,6 +27,7 @@ FLOORS: dict[str, int] = {
     "units": 0,
     "clock": 0,
     "names": 0,
+    "tier_uri": 0,
     "crashpoints": 0,
     "format": 1,
     "storage": 2,
