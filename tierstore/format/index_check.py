@@ -13,7 +13,7 @@ from tierstore.format.header import MAX_NDIM
 from tierstore.format.index_table import IndexColumns, Ints
 from tierstore.names import check_relative
 
-__all__ = ["MAX_BLOCK_NBYTES", "check_columns"]
+__all__ = ["MAX_BLOCK_NBYTES", "check_columns", "check_files", "check_rows"]
 
 MAX_BLOCK_NBYTES = 1 << 30
 _MAX = 1 << 62  # products and sums below it can't overflow int64 unnoticed
@@ -28,12 +28,33 @@ def check_columns(columns: IndexColumns, block_nbytes: int) -> None:
     Raises:
         FormatError: Names the column and the first bad row.
     """
-    c = columns
+    check_files(columns, block_nbytes, len(columns.digests))
+    if columns.digests.ndim != 2 or columns.digests.shape[1] != DIGEST_NBYTES:
+        raise FormatError(f"index: digests of shape {columns.digests.shape}", hint=_HINT)
+    check_rows(columns)
+
+
+def check_files(columns: IndexColumns, block_nbytes: int, blocks: int) -> None:
+    """Checks the dtypes, the files, their sizes, and that they have `blocks` digests together (which need not be there).
+
+    Raises:
+        FormatError: Names the column and the first bad row.
+    """
     if not 1 <= block_nbytes <= MAX_BLOCK_NBYTES:
         raise FormatError(f"index: blocks of {block_nbytes} bytes", hint=_HINT)
+    _check_dtypes(columns)
+    _check_files(columns, block_nbytes, blocks)
+
+
+def check_rows(columns: IndexColumns) -> None:
+    """Checks the tensors and extents, against files and dtypes that are checked already.
+
+    Raises:
+        FormatError: Names the column and the first bad row.
+    """
+    c = columns
     n, m = len(c.dtype_codes), len(c.begins)
-    _check_dtypes(c)
-    _check_files(c, block_nbytes)
+    _refuse_first(c.dtype_codes >= len(c.dtypes), "its dtype is not in the table")
     _check_starts(c.name_starts, n, len(c.names), "name_starts")
     _check_starts(c.shape_starts, n, len(c.shapes), "shape_starts")
     _check_starts(c.extent_starts, n, m, "extent_starts")
@@ -64,10 +85,9 @@ def _check_dtypes(c: IndexColumns) -> None:
             raise FormatError(f"index: {name[:60]!r} with {itemsize} bytes per element is no dtype", hint=_HINT)
     if len({name for name, _ in c.dtypes}) != len(c.dtypes):
         raise FormatError("index: a dtype stands twice in the table", hint=_HINT)
-    _refuse_first(c.dtype_codes >= len(c.dtypes), "its dtype is not in the table")
 
 
-def _check_files(c: IndexColumns, block_nbytes: int) -> None:
+def _check_files(c: IndexColumns, block_nbytes: int, blocks: int) -> None:
     f = len(c.file_names)
     for name in c.file_names:
         if not _PLAIN_FILE.fullmatch(name):  # the rule below is slower, and almost every name is plain
@@ -76,12 +96,10 @@ def _check_files(c: IndexColumns, block_nbytes: int) -> None:
         raise FormatError("index: a file stands there twice", hint=_HINT)
     if len(c.file_nbytes) != f:
         raise FormatError(f"index: the column 'file_nbytes' has {len(c.file_nbytes)} rows, not {f}", hint=_HINT)
-    if c.digests.ndim != 2 or c.digests.shape[1] != DIGEST_NBYTES:
-        raise FormatError(f"index: digests of shape {c.digests.shape}", hint=_HINT)
-    _check_starts(c.block_starts, f, len(c.digests), "block_starts")
+    _check_starts(c.block_starts, f, blocks, "block_starts")
     _refuse_first((c.file_nbytes < 0) | (c.file_nbytes >= _MAX), "a file of absurd size")
-    blocks = (c.file_nbytes + (block_nbytes - 1)) // block_nbytes
-    _refuse_first(np.diff(c.block_starts) != blocks, "a file's length and its number of blocks don't fit")
+    wanted = (c.file_nbytes + (block_nbytes - 1)) // block_nbytes
+    _refuse_first(np.diff(c.block_starts) != wanted, "a file's length and its number of blocks don't fit")
 
 
 def _check_names(c: IndexColumns) -> None:

@@ -1,26 +1,25 @@
-"""The routing index on disk: ``index.safetensors``, one column a tensor; see docs/design/format.md."""
+"""An index as plain columns, one safetensors tensor each: what part records hold, and how indexes were written at first (format.md)."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
 
 from tierstore.errors import FormatError
-from tierstore.format.columns import Array, decode_columns, encode_columns
-from tierstore.format.digest import DIGEST_NBYTES, Buffer
+from tierstore.format.columns import Array
+from tierstore.format.digest import DIGEST_NBYTES
 from tierstore.format.document import FORMAT_VERSION, check_version, load_json
 from tierstore.format.header import MAX_HEADER_NBYTES
 from tierstore.format.index_check import check_columns
+from tierstore.format.index_groups import cut_names
 from tierstore.format.index_table import Index, IndexColumns, Ints
 
-__all__ = ["decode_index", "encode_index", "index_columns", "index_from_columns", "index_metadata"]
+__all__ = ["LAYOUT", "file_names_of", "index_body", "index_columns", "index_from_columns", "index_metadata"]
 
 _METADATA_KEY = "tierstore"
-_FORMAT = "tierstore.index"
 
 LAYOUT: Mapping[str, tuple[str, int]] = {
     "names": ("U8", 0),
@@ -42,27 +41,6 @@ LAYOUT: Mapping[str, tuple[str, int]] = {
     "digests": ("U8", DIGEST_NBYTES),
 }
 """The columns: safetensors dtype, and the row length of two-dimensional ones."""
-
-
-def encode_index(index: Index, metadata: Mapping[str, Any] | None = None) -> bytes:
-    """Writes an index as a safetensors file.
-
-    Args:
-        index: The index.
-        metadata: JSON values to keep with it (which checkpoint it belongs to).
-    """
-    return encode_columns(index_columns(index), index_metadata(index, _FORMAT, dict(metadata or {})))
-
-
-def decode_index(data: Buffer) -> tuple[Index, dict[str, Any]]:
-    """Reads an index without copying its columns (they are views of `data`, which must not change); returns it with its metadata.
-
-    Raises:
-        FormatError: Malformed, foreign, inconsistent, or it names a file outside its folder.
-        VersionError: Written by a newer major version.
-    """
-    columns, metadata = decode_columns(data, LAYOUT, "index")
-    return index_from_columns(columns, metadata, _FORMAT)
 
 
 def index_columns(index: Index) -> dict[str, Array]:
@@ -93,6 +71,23 @@ def index_from_columns(columns: Mapping[str, Array], metadata: Mapping[str, str]
         FormatError: Anything is inconsistent.
         VersionError: Written by a newer major version.
     """
+    block_nbytes, dtypes, own = index_body(metadata, kind)
+    made = IndexColumns(
+        **{name: cast(Any, columns[name]) for name in LAYOUT if not name.startswith("file_name")},
+        dtypes=dtypes,
+        file_names=file_names_of(columns),
+    )
+    check_columns(made, block_nbytes)
+    return Index(columns=made, block_nbytes=block_nbytes), own
+
+
+def index_body(metadata: Mapping[str, str], kind: str) -> tuple[int, tuple[tuple[str, int], ...], dict[str, Any]]:
+    """Reads what `index_metadata` wrote: bytes per block, the dtype table, and the caller's own metadata.
+
+    Raises:
+        FormatError: Malformed or of another kind.
+        VersionError: Written by a newer major version.
+    """
     text = metadata.get(_METADATA_KEY)
     if text is None:
         raise FormatError(f"{kind}: the header has no 'tierstore' metadata", hint="the file is foreign or damaged")
@@ -105,22 +100,18 @@ def index_from_columns(columns: Mapping[str, Array], metadata: Mapping[str, str]
         raise FormatError(f"{kind}: the header's 'tierstore' metadata is malformed", hint="the file is foreign or damaged")
     if not all(isinstance(d, list) and len(d) == 2 and isinstance(d[0], str) and type(d[1]) is int for d in dtypes):
         raise FormatError(f"{kind}: the dtype table is malformed", hint="the file is foreign or damaged")
-    made = IndexColumns(
-        **{name: cast(Any, columns[name]) for name in LAYOUT if not name.startswith("file_name")},
-        dtypes=tuple((name, size) for name, size in dtypes),
-        file_names=_file_names(columns, kind),
-    )
-    check_columns(made, block_nbytes)
-    return Index(columns=made, block_nbytes=block_nbytes), own
+    return block_nbytes, tuple((name, size) for name, size in dtypes), own
 
 
-def _file_names(columns: Mapping[str, Array], kind: str) -> tuple[str, ...]:
-    blob = columns["file_names"].tobytes()
-    starts = cast(Ints, columns["file_name_starts"])
-    if not len(starts) or starts[0] != 0 or starts[-1] != len(blob) or bool((starts[1:] < starts[:-1]).any()):
-        raise FormatError(f"{kind}: the column 'file_name_starts' does not cut the file names", hint="the file is foreign or damaged")
-    cuts = starts.tolist()
+def file_names_of(columns: Mapping[str, Array]) -> tuple[str, ...]:
+    """The files' names, from the columns that hold them.
+
+    Raises:
+        FormatError: They are not cut, or no UTF-8.
+    """
     try:
-        return tuple(str(blob[begin:end], "utf-8") for begin, end in pairwise(cuts))
+        return tuple(
+            str(name, "utf-8") for name in cut_names(columns["file_names"], cast(Ints, columns["file_name_starts"]), "file_name_starts")
+        )
     except UnicodeDecodeError as error:
-        raise FormatError(f"{kind}: a file name is not UTF-8", hint="the file is foreign or damaged") from error
+        raise FormatError("index: a file name is not UTF-8", hint="the file is foreign or damaged") from error

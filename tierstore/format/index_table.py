@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import bisect
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from tierstore.errors import FormatError, NotFoundError
 from tierstore.format.digest import file_digest
 
-__all__ = ["Bytes", "Extent", "ExtentTable", "FileEntry", "Index", "IndexColumns", "Ints", "TensorEntry"]
+__all__ = ["Bytes", "Extent", "ExtentTable", "FileEntry", "Index", "IndexColumns", "Ints", "RoutingIndex", "TensorEntry"]
 
 Ints = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -122,6 +123,59 @@ class IndexColumns:
     file_names: tuple[str, ...]
 
 
+class RoutingIndex(Protocol):
+    """What a load asks of a routing index: `Index` answers from memory, `PagedIndex` reads what it needs (and waits for it)."""
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes per block of the files' digests."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files that the index names."""
+
+    @property
+    def extent_count(self) -> int:
+        """How many extents all tensors have together."""
+
+    @property
+    def file_names(self) -> tuple[str, ...]:
+        """All files, by number."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def __iter__(self) -> Iterator[TensorEntry]: ...
+
+    def names(self) -> list[str]:
+        """All names, sorted; reads the rows of all tensors."""
+
+    def prepare(self, names: Iterable[str]) -> None:
+        """Says which tensors will be asked for, in about that order, so that they need not be fetched one by one."""
+
+    def find(self, name: str) -> TensorEntry:
+        """The tensor called `name`, or NotFoundError with the nearest names."""
+
+    def table(self, name: str) -> ExtentTable:
+        """Its extents as arrays."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its whole shape."""
+
+    def dtype(self, name: str) -> str:
+        """Its dtype's name."""
+
+    def files(self) -> tuple[FileEntry, ...]:
+        """All files; reads all block digests."""
+
+    def file(self, name: str) -> FileEntry:
+        """The file called `name`, with its block digests, or NotFoundError."""
+
+    def file_nbytes(self, name: str) -> int:
+        """The length of the file called `name`, in bytes; nothing is read."""
+
+
 class Index:
     """The routing index, immutable. Make one with `build_index`, `merge_indexes` or `decode_index`."""
 
@@ -131,7 +185,7 @@ class Index:
         self.columns = columns
         self.block_nbytes = block_nbytes
         self._blob = columns.names.data
-        self._file_numbers = {name: number for number, name in enumerate(columns.file_names)}
+        self._file_numbers: dict[str, int] = {}  # made when a file is asked for: groups of a large index have thousands of files each
         self._ordered = False
 
     @property
@@ -197,10 +251,18 @@ class Index:
         Raises:
             NotFoundError: The index names no such file.
         """
-        number = self._file_numbers.get(name)
-        if number is None:
-            raise NotFoundError(f"the index names no file {name!r}", hint=_nearest(name, self.file_names), file=name)
-        return self._file(number)
+        return self._file(self._file_number(name))
+
+    def file_nbytes(self, name: str) -> int:
+        """The length of the file called `name`, in bytes.
+
+        Raises:
+            NotFoundError: The index names no such file.
+        """
+        return int(self.columns.file_nbytes[self._file_number(name)])
+
+    def prepare(self, names: Iterable[str]) -> None:
+        """Nothing: all rows are here."""
 
     def raw_name(self, row: int) -> bytes:
         starts = self.columns.name_starts
@@ -281,6 +343,14 @@ class Index:
                 for file, begin, end, offsets, sizes in extents
             ),
         )
+
+    def _file_number(self, name: str) -> int:
+        if not self._file_numbers:
+            self._file_numbers = {each: number for number, each in enumerate(self.file_names)}
+        number = self._file_numbers.get(name)
+        if number is None:
+            raise NotFoundError(f"the index names no file {name!r}", hint=_nearest(name, self.file_names), file=name)
+        return number
 
     def _file(self, number: int) -> FileEntry:
         c = self.columns

@@ -31,12 +31,16 @@ class FileRecord:
         nbytes: Its exact length in bytes.
         digest: `file_digest` over its blocks of the manifest's `block_nbytes`, whatever its kind.
         kind: One of `FILE_KINDS`.
+        head_nbytes: Of an index, the length of its head, in bytes; 0 where it has none.
+        head_digest: The plain SHA-256 of the head, ``sha256:<hex>``.
     """
 
     name: str
     nbytes: int
     digest: str
     kind: str
+    head_nbytes: int = 0
+    head_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +106,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "world_size": manifest.world_size,
             "block_nbytes": manifest.block_nbytes,
             "created_at": utc_text(manifest.created_at),
-            "files": [
-                {"name": file.name, "nbytes": file.nbytes, "digest": file.digest, "kind": file.kind}
-                for file in sorted(manifest.files, key=lambda file: file.name)
-            ],
+            "files": [_file_body(file) for file in sorted(manifest.files, key=lambda file: file.name)],
             "tensors": manifest.tensors,
             "extents": manifest.extents,
             "nbytes": manifest.nbytes,
@@ -115,6 +116,13 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "facts": manifest.facts,
         },
     )
+
+
+def _file_body(file: FileRecord) -> dict[str, Any]:
+    body: dict[str, Any] = {"name": file.name, "nbytes": file.nbytes, "digest": file.digest, "kind": file.kind}
+    if file.head_nbytes:
+        body |= {"head_nbytes": file.head_nbytes, "head_digest": file.head_digest}
+    return body
 
 
 def decode_manifest(data: bytes) -> Manifest:
@@ -133,6 +141,8 @@ def decode_manifest(data: bytes) -> Manifest:
             nbytes=entry.integer("nbytes"),
             digest=entry.digest("digest"),
             kind=entry.text("kind", max_chars=40),
+            head_nbytes=entry.integer("head_nbytes", low=1, high=entry.integer("nbytes")) if "head_nbytes" in entry.body else 0,
+            head_digest=entry.digest("head_digest") if "head_nbytes" in entry.body else "",
         )
         if file.name in files:
             raise fields.error("files", f"names {file.name!r} twice")

@@ -15,6 +15,7 @@ from tierstore.format.document import FORMAT_VERSION
 from tierstore.format.dtypes import DTYPES
 from tierstore.format.index import FileEntry, build_index, check_coverage, encode_index, merge_indexes
 from tierstore.format.index_codec import LAYOUT
+from tierstore.format.index_groups import HEAD_LAYOUT
 from tierstore.format.manifest import FileRecord, Manifest, encode_manifest
 from tierstore.format.objects import encode_objects, merge_objects
 from tierstore.format.objects_codecs import BUILTIN_TAGS
@@ -123,5 +124,5 @@ def test_the_reader_of_the_page_notices_a_flipped_bit_in_any_file(tmp_path: Path
 
 def test_the_page_names_every_column_tag_kind_dtype_and_the_version() -> None:
     page = PAGE.read_text("utf-8")
-    for word in (*LAYOUT, *KINDS, *DTYPES, *(f"${tag}" for tag in BUILTIN_TAGS), f"`{FORMAT_VERSION}`"):
+    for word in (*LAYOUT, *HEAD_LAYOUT, *KINDS, *DTYPES, *(f"${tag}" for tag in BUILTIN_TAGS), f"`{FORMAT_VERSION}`"):
         assert word in page, word

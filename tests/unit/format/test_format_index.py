@@ -90,7 +90,7 @@ def test_an_index_reads_back_what_was_built(tmp_path: Path) -> None:
     assert encode_index(read, {"step": 5, "run": "r"}) == data
     (tmp_path / "index.safetensors").write_bytes(data)
     with safe_open(tmp_path / "index.safetensors", framework="np") as file:
-        assert "tierstore:begins" in file.keys()  # noqa: SIM118 - a safe_open is no mapping
+        assert "tierstore:groups" in file.keys()  # noqa: SIM118 - a safe_open is no mapping
 
 
 def test_a_tensor_is_found_with_its_extents_and_as_a_table() -> None:
@@ -154,7 +154,12 @@ def test_entries_that_can_not_be_are_refused(tensors: list[TensorEntry], says: s
 def with_columns(**changes: Any) -> bytes:
     index = an_index()
     columns = dataclasses.replace(index.columns, **changes)
-    return encode_index(Index(columns=columns, block_nbytes=index.block_nbytes))
+    return plain(Index(columns=columns, block_nbytes=index.block_nbytes))
+
+
+def plain(index: Index, metadata: dict[str, Any] | None = None) -> bytes:
+    """An index as it was written before it had a head and groups: a column a tensor."""
+    return encode_columns(index_columns(index), index_metadata(index, "tierstore.index", metadata or {}))
 
 
 def changed(name: str, row: int, value: int) -> dict[str, Any]:
@@ -476,6 +481,8 @@ def test_an_index_is_no_part_record_and_the_other_way_round() -> None:
     with pytest.raises(FormatError, match="something else"):
         decode_index(encode_part(a_part()))
     with pytest.raises(FormatError, match="'objects' is missing"):
+        decode_part(plain(an_index()))
+    with pytest.raises(FormatError, match="'names' is missing"):
         decode_part(encode_index(an_index()))
 
 
