@@ -26,8 +26,10 @@ from tierstore.state.image import ImagePool
 from tierstore.state.lazy import Checkpoint
 from tierstore.state.load import LoadOptions, load_state
 from tierstore.state.ranks import from_rank_0
-from tierstore.state.stage import stage
+from tierstore.state.stage import StagedState, stage
+from tierstore.state.stage_chunks import PlannedChunk, stage_chunks
 from tierstore.tiers.catalog import Catalog, CheckpointInfo, RecordCache, scan
+from tierstore.tiers.log import decide_fate
 from tierstore.tiers.replica import Replica, open_replica
 from tierstore.tiers.session import Session
 from tierstore.tiers.status import Status
@@ -192,6 +194,78 @@ class Store:
             self._last_save_at = self._clock.monotonic()
             self._saved[step] = attempt.save_id
         return ticket
+
+    # ---- saving for doors that plan and stage for themselves
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is open, and this process's own."""
+        return not self._closed and os.getpid() == self._pid
+
+    @property
+    def codecs(self) -> ObjectCodecs:
+        """The codecs of this store's objects."""
+        return self._codecs
+
+    def new_attempt(self, step: int) -> Attempt:
+        """Names a new attempt at saving `step`; its save id sorts after all that this store knows. One rank makes it for all."""
+        self._check_usable()
+        return Attempt(run=self.run, step=check_step(step), save_id=self._next_save_id())
+
+    def stage_chunks(self, chunks: Sequence[PlannedChunk], *, objects: bytes, aliases: Mapping[str, str] | None = None) -> StagedState:
+        """Copies this rank's chunks into an image, under the store's bound of bytes in memory; errors as `state.stage_chunks`."""
+        self._check_usable()
+        return stage_chunks(
+            chunks,
+            objects=objects,
+            rank=self.rank,
+            world_size=self.world_size,
+            pool=self._pool,
+            aliases=aliases,
+            make_room=self._worker.make_room,
+        )
+
+    def submit(
+        self,
+        attempt: Attempt,
+        staged: StagedState,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        tags: Sequence[str] | None = None,
+        final: bool = False,
+    ) -> Ticket:
+        """Hands this rank's staged share of `attempt` to the background work; the image is released in any case.
+
+        Raises:
+            SaveError: An earlier save failed in the background; this one was not taken.
+        """
+        self._check_usable()
+        try:
+            job = SaveJob(
+                attempt=attempt,
+                rank=self.rank,
+                world_size=self.world_size,
+                shard=staged.source,
+                tensors=staged.tensors,
+                objects=staged.objects,
+                facts=self._facts(metrics, tags, final),
+                nbytes=staged.nbytes,
+                release=staged.release,
+            )
+            ticket = self._worker.submit(job)
+        except BaseException:
+            staged.release()
+            raise
+        with self._lock:
+            self._last_save_at = self._clock.monotonic()
+            self._saved[attempt.step] = attempt.save_id
+        return ticket
+
+    def condemn(self, attempt: Attempt, reason: str) -> None:
+        """Gives up an attempt that can't become whole, so that nobody waits for it; does nothing where it is committed already."""
+        self._check_usable()
+        storage = self._session.tiers.authority.storage
+        self._session.run(decide_fate(storage, attempt, "condemned", {"reason": reason, "world_size": self.world_size}, self._clock))
 
     def should_save(self, step: int) -> bool:
         """Whether ``save.every`` of the configuration asks for a save at `step` (False without such a rule).
