@@ -55,6 +55,22 @@ class Agreement:
         number = base.add(f"{where}/opened/{self.rank}", 1)
         self._store: Any = distributed_c10d.PrefixStore(f"{where}/{number}", base)
 
+    @classmethod
+    def named(cls, name: str, *, rank: int, world_size: int, deadline_s: float) -> Agreement:
+        """An agreement of ranks that were told the same `name`, which nobody else uses (a save id): it asks for no group, and no order.
+
+        Raises:
+            UsageError: torch.distributed is not initialised.
+        """
+        group_of(None)
+        made = cls.__new__(cls)
+        made.rank, made.world_size, made.deadline_s, made._asked = rank, world_size, deadline_s, 0
+        base: Any = distributed_c10d._get_default_store()
+        with contextlib.suppress(AttributeError, RuntimeError):
+            base = base.clone()
+        made._store = distributed_c10d.PrefixStore(f"tierstore/named/{name}", base)
+        return made
+
     def agree(self, what: str, value: bytes, combine: Combine) -> bytes:
         """Gives `value`, and returns what rank 0's `combine` makes of all ranks' values, in the order of the ranks.
 
