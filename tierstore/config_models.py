@@ -15,11 +15,27 @@ from tierstore.config_uris import default_durable, is_local, normal_uri, overlap
 from tierstore.config_values import Count, Duration, Model, Rate, Size, Text, one_of
 from tierstore.names import check_run
 
-__all__ = ["AutoEvery", "IoConfig", "SaveConfig", "SaveEvery", "StoreConfig", "TierConfig"]
+__all__ = ["AutoEvery", "IoConfig", "ReadConfig", "SaveConfig", "SaveEvery", "StoreConfig", "TierConfig"]
 
 _TIER_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 _LEVELS = ("staged", "committed", "durable")
 _MIN_BLOCK, _MAX_BLOCK = 4096, 8 * 2**20
+
+
+class ReadConfig(Model):
+    """What one request to a tier costs; steers how reads are planned. What is None is measured."""
+
+    latency_s: Duration | None = Field(None, alias="latency", examples=["20ms"])
+    """Until the first byte of an answer."""
+    bandwidth: Rate | None = None
+    """Bytes per second that one request then gets while others are under way."""
+
+    @field_validator("latency_s")
+    @classmethod
+    def _short(cls, seconds: float | None) -> float | None:
+        if seconds is not None and seconds > 60:
+            raise ValueError("a request that waits for more than 60s is not answered at all")
+        return seconds
 
 
 class TierConfig(Model):
@@ -39,6 +55,7 @@ class TierConfig(Model):
     """``zstd`` is not implemented yet: opening warns, and shards are written raw."""
     max_bandwidth: Rate | None = None
     """Bytes per second for uploads; None: no limit."""
+    read: ReadConfig = ReadConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -108,10 +125,19 @@ class IoConfig(Model):
     """The unit of hashing and verified reading: a power of two from 4 KiB to 8 MiB."""
     max_inflight: Size = 2**30
     """Bytes of saves that may wait in memory."""
+    max_scratch: Size = Field(2**28, examples=["256MiB"])
+    """Bytes that one load may use beside the memory that it fills."""
     request_timeout_s: Duration = Field(30.0, alias="request_timeout")
     """How long one request may take to connect or to answer."""
     stall_timeout_s: Duration = Field(60.0, alias="stall_timeout")
     """How long a transfer may make no progress before it is broken off and tried again."""
+
+    @field_validator("max_scratch")
+    @classmethod
+    def _room_for_requests(cls, nbytes: int) -> int:
+        if nbytes < 64 * 2**20:
+            raise ValueError("requests are up to 16MiB long, and several go at once: they need 64MiB at least")
+        return nbytes
 
     @field_validator("block_nbytes")
     @classmethod

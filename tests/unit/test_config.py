@@ -172,6 +172,12 @@ def test_a_save_is_due_by_steps_seconds_or_failure_rate(load: Load, every: str, 
     assert {name: value for name, value in found.items() if value is not None} == dict([expected])
 
 
+def test_what_a_read_costs_is_configured_in_part_or_whole_or_not_at_all(load: Load) -> None:
+    text = "tiers:\n- {uri: /a, read: {latency: 20ms, bandwidth: 100MiB/s}}\n- {uri: /b, read: {latency: 1s}}\n- /c"
+    tiers = load(text).tiers
+    assert [(t.read.latency_s, t.read.bandwidth) for t in tiers] == [(0.02, 100 * 2**20), (1.0, None), (None, None)]
+
+
 def test_the_file_for_io_has_units(load: Load) -> None:
     io = load("tiers: [/a]\nio: {threads: 2, block_size: 64KiB, max_inflight: 3GiB, request_timeout: 5s, stall_timeout: 1m}").io
     assert (io.threads, io.block_nbytes, io.max_inflight, io.request_timeout_s, io.stall_timeout_s) == (
@@ -390,6 +396,13 @@ WRONG: list[tuple[str, str, int, str, str, str]] = [
     ("tiers:\n- {uri: /a, capacity: 0GiB}", "tiers[0].capacity", 2, "'0GiB'", "at least one byte", "write e.g."),
     ("tiers:\n- {uri: /a, capacity: -1GiB}", "tiers[0].capacity", 2, "'-1GiB'", "not a size", "write e.g."),
     ("tiers:\n- {uri: /a, max_bandwidth: 2GiB}", "tiers[0].max_bandwidth", 2, "'2GiB'", "'/s'", "write 2GiB/s"),
+    ("tiers:\n- {uri: /a, read: 20ms}", "tiers[0].read", 2, "'20ms'", "must be a mapping", "latency, bandwidth"),
+    ("tiers:\n- {uri: /a, read: {latency: 20}}", "tiers[0].read.latency", 2, "20", "no unit", "duration with its unit"),
+    ("tiers:\n- {uri: /a, read: {latency: 2m}}", "tiers[0].read.latency", 2, "'2m'", "more than 60s", "latency: 20ms"),
+    ("tiers:\n- {uri: /a, read: {latency: 0s}}", "tiers[0].read.latency", 2, "'0s'", "more than nothing", "write e.g."),
+    ("tiers:\n- {uri: /a, read: {bandwidth: 1GiB}}", "tiers[0].read.bandwidth", 2, "'1GiB'", "'/s'", "write 1GiB/s"),
+    ("tiers:\n- {uri: /a, read: {bandwith: 1GiB/s}}", "tiers[0].read.bandwith", 2, "'1GiB/s'", "unknown key", "did you mean 'bandwidth'?"),
+    ("tiers: [/a]\nio: {max_scratch: 1MiB}", "io.max_scratch", 2, "'1MiB'", "64MiB at least", "max_scratch: 256MiB"),
     ("tiers:\n- {uri: /a, options: x}", "tiers[0].options", 2, "***", "must be a mapping", ""),
     ("tiers:\n- {uri: /a, options: {key: k}}", "tiers[0].options", 2, "", "takes no options (key)", "remove them"),
     ("tiers:\n- {uri: /a, durable: maybe}", "tiers[0].durable", 2, "'maybe'", "true or false", "durable: true"),

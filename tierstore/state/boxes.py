@@ -18,8 +18,9 @@ __all__ = ["SPAN_NBYTES", "Box", "Read", "intersect", "reads_of", "whole"]
 
 Box = tuple[range, ...]
 
-SPAN_NBYTES = 16 << 20
-"""The longest span that is read into scratch at once, in bytes."""
+SPAN_NBYTES = 2 << 20
+"""The longest piece that is gathered at once, in bytes. Short, as pieces that lie across two requests are put together in memory of
+their own; the planner makes long requests of neighbouring pieces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,12 @@
 """Filling tensors from a checkpoint: boxes of stored tensors, read straight into memory where the layout allows it.
 
-What can't be read in place (another device, strided memory, a cast, gathered columns) goes through scratch of bounded size, so that a
-load needs little more memory than what it loads.
+What can't be read in place (another device, strided memory, a cast, gathered columns) is taken out of the reader's scratch memory, piece
+by piece as it arrives, so that a load needs little more memory than what it loads.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,17 +16,14 @@ import numpy as np
 import torch
 
 from tierstore.errors import IncompleteError
-from tierstore.format.index import Index, TensorEntry
+from tierstore.format.index import RoutingIndex, TensorEntry
 from tierstore.state.bits import as_bits, memory_of, tensor_over, torch_dtype
-from tierstore.state.boxes import SPAN_NBYTES, Box, Read, intersect, reads_of
-from tierstore.tiers.reads import Want
+from tierstore.state.boxes import Box, Read, intersect, reads_of
+from tierstore.tiers.reads import AnyWant, Handover, Want
 
 __all__ = ["Fill", "Reader", "Run", "deliver", "fill_all", "reads_for", "same_values"]
 
-SCRATCH_NBYTES = 4 * SPAN_NBYTES
-"""Scratch memory of one load, in bytes."""
-
-_ALIGNMENT = 64
+_PIECE_NBYTES = 16 << 20
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 """Runs a coroutine on the process's event loop and returns its result (`storage.loop.EventLoop.run`)."""
@@ -35,14 +33,17 @@ class Reader(Protocol):
     """What a load needs of an open checkpoint; `tiers.replica.Replica` is one."""
 
     @property
-    def index(self) -> Index:
+    def index(self) -> RoutingIndex:
         """The routing index."""
 
     async def objects(self, rank: int) -> bytes:
         """The encoded tree of `rank`."""
 
-    async def read(self, wants: Sequence[Want]) -> None:
-        """Fills each want's buffer with verified bytes."""
+    async def object_ranks(self) -> Mapping[int, int]:
+        """The number of each saved rank's tree; ranks with the same number have the same tree."""
+
+    async def read(self, wants: Sequence[AnyWant]) -> None:
+        """Fills the buffer of each want with verified bytes; a `Handover` it may hand over instead (`Handover.receive`), in less memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,35 +62,31 @@ def fill_all(reader: Reader, run: Run, fills: Sequence[Fill]) -> None:
         IncompleteError: A wished box has elements that no extent holds.
         IntegrityError: No tier has good bytes; from `Reader.read`.
     """
-    wants: list[Want] = []
-    gathered: list[tuple[Read, memoryview]] = []
-    used = 0
-    scratch: torch.Tensor | None = None
-
-    def flush() -> None:
-        nonlocal used
-        if wants:
-            run(reader.read(wants))
-        for read, memory in gathered:
-            deliver(read, memory)
-        wants.clear()
-        gathered.clear()
-        used = 0
-
+    wants: list[AnyWant] = []
     for fill in fills:
         for read in reads_for(fill, reader.index.block_nbytes):
             if read.strides is None:
-                wants.append(Want(file=read.file, offset=read.offset, buffer=memory_of(read.target)))
-                continue
-            if used + read.nbytes > SCRATCH_NBYTES:
-                flush()
-            if scratch is None:
-                scratch = torch.empty(SCRATCH_NBYTES, dtype=torch.uint8, device="cpu")
-            memory = memory_of(scratch[used : used + read.nbytes])
-            wants.append(Want(file=read.file, offset=read.offset, buffer=memory))
-            gathered.append((read, memory))
-            used += -(-read.nbytes // _ALIGNMENT) * _ALIGNMENT
-    flush()
+                wants.append(Want(read.file, read.offset, memory_of(read.target), fill.entry.name))
+            else:
+                wants.append(Handover(read.file, read.offset, read.nbytes, _taker(read), fill.entry.name))
+    if wants:
+        run(reader.read(wants))
+    for want in wants:
+        if isinstance(want, Handover):
+            want.finish()
+
+
+def _taker(read: Read) -> Callable[[memoryview], None]:
+    """Delivers from a thread of the reader's as the caller's own thread would: on the stream on which its device works for it now."""
+    if read.target.device.type != "cuda":
+        return functools.partial(deliver, read)
+    stream = torch.cuda.current_stream(read.target.device)
+
+    def take(memory: memoryview) -> None:
+        with torch.cuda.stream(stream):
+            deliver(read, memory)
+
+    return take
 
 
 def reads_for(fill: Fill, block_nbytes: int) -> Iterator[Read]:
@@ -147,7 +144,7 @@ def deliver(read: Read, memory: memoryview) -> None:
     if read.strides is None:
         memory_of(read.target)[:] = memory
         return
-    with torch.no_grad():
+    with torch.inference_mode(read.target.is_inference()), torch.no_grad():
         raw = torch.from_numpy(np.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=np.uint8))
         if raw.data_ptr() % read.dtype.itemsize:
             raw = raw.clone()  # torch views bytes as another dtype only where they are aligned to it
@@ -180,6 +177,6 @@ def _pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
     if not shape:
         yield ()
         return
-    rows = max(1, SPAN_NBYTES // max(1, math.prod(shape[1:]) * itemsize))
+    rows = max(1, _PIECE_NBYTES // max(1, math.prod(shape[1:]) * itemsize))
     for begin in range(0, shape[0], rows):
         yield (range(begin, min(begin + rows, shape[0])), *(range(size) for size in shape[1:]))

@@ -8,6 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from tierstore.config_models import StoreConfig, TierConfig
 from tierstore.errors import AccessError, ConfigError, ConflictError, IntegrityError, NotFoundError, StorageError, TierStoreError
@@ -15,6 +16,7 @@ from tierstore.names import DESCRIPTOR
 from tierstore.storage.contract import Storage
 from tierstore.storage.opening import open_storage
 from tierstore.storage.probe import probe
+from tierstore.tiers.costs import ReadSpeed
 from tierstore.tiers.tier import Outage, Tier, Tiers, make_descriptor, read_store_id, wrong_store
 
 __all__ = ["Opener", "default_opener", "open_tiers"]
@@ -61,6 +63,7 @@ async def open_tiers(config: StoreConfig, *, create: bool = True, opener: Opener
             durable=each.durable,
             capacity=each.capacity,
             max_bandwidth=each.max_bandwidth,
+            speed=ReadSpeed(latency_s=each.read.latency_s, bandwidth=each.read.bandwidth),
         )
         for each in config.tiers
     )
@@ -115,7 +118,14 @@ async def _join(config: StoreConfig, tiers: tuple[Tier, ...], *, create: bool) -
     elif authority.name in found and found[authority.name] is None:
         log.warning("tier=%s has no descriptor, but nearer or further tiers belong to the store %s", authority.name, store_id)
 
-    opened = Tiers(tiers=tiers, authority=authority, durable_at=by_name[config.durable_tier.name], store_id=store_id, outages=outages)
+    opened = Tiers(
+        tiers=tiers,
+        authority=authority,
+        durable_at=by_name[config.durable_tier.name],
+        store_id=store_id,
+        outages=outages,
+        scratch_nbytes=config.io.max_scratch,
+    )
     return await _make(opened, found, must_work) if create else opened
 
 
@@ -145,7 +155,7 @@ async def _make(opened: Tiers, found: dict[str, str | None], must_work: set[str]
             log.warning("tier=%s can't be written and is left out for now: %s", tier.name, error.message)
     if store_id == opened.store_id:
         return opened
-    return Tiers(tiers=opened.tiers, authority=authority, durable_at=opened.durable_at, store_id=store_id, outages=opened.outages)
+    return replace(opened, store_id=store_id)
 
 
 def _common_id(found: dict[str, str | None], authority: Tier, tiers: tuple[Tier, ...]) -> str | None:

@@ -2,45 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from tierstore.errors import IntegrityError
 
-__all__ = ["LOCAL_COST", "REMOTE_COST", "ReadCost", "Span", "Want", "plan_spans"]
+__all__ = ["AnyWant", "Handover", "ReadCost", "Span", "Want", "plan_spans"]
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Bytes that a caller wants: as many as `buffer` (writable, contiguous) has, from `offset` of a checkpoint's file."""
+    """Bytes that a caller wants: as many as `buffer` (writable, contiguous) has, from `offset` of a checkpoint's file.
+
+    `group` names what the bytes are a part of (a tensor); see `ReadCost.pitch_nbytes`. Empty: of nothing.
+    """
 
     file: str
     offset: int
     buffer: memoryview
+    group: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.nbytes
 
     @property
     def end(self) -> int:
         return self.offset + self.buffer.nbytes
 
+    def receive(self, offset: int, data: memoryview) -> None:
+        """Takes the part of its bytes that begins at `offset` of the file."""
+        at = offset - self.offset
+        self.buffer[at : at + data.nbytes] = data
+
+
+@dataclass(slots=True, eq=False)
+class Handover:
+    """Bytes that a caller takes out of the reader's scratch memory, as soon as they are all there.
+
+    A reader that knows of no such thing fills `buffer`, as it does a Want's; the caller's `finish` then takes them from there.
+
+    Attributes:
+        file, offset, nbytes: The bytes.
+        take: Called once, with all of them, on any thread; it keeps no reference to them.
+        group: As a Want's.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    take: Callable[[memoryview], None]
+    group: str = ""
+    _missing: int = field(init=False)
+    _memory: memoryview | None = field(init=False, default=None)
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self._missing = self.nbytes
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+    @property
+    def buffer(self) -> memoryview:
+        """Memory for the bytes, made when it is first asked for."""
+        if self._memory is None:
+            self._memory = memoryview(bytearray(self.nbytes))
+        return self._memory
+
+    def receive(self, offset: int, data: memoryview) -> None:
+        """Takes the part of its bytes that begins at `offset` of the file: each part once, in any order, from any thread."""
+        if data.nbytes == self.nbytes:
+            self._missing = 0
+            self.take(data)
+            return
+        at = offset - self.offset
+        with self._lock:
+            self.buffer[at : at + data.nbytes] = data
+            self._missing -= data.nbytes
+            complete = self._missing == 0
+        if complete:
+            self.finish()
+
+    def finish(self) -> None:
+        """Takes the bytes out of `buffer`, if they are there and were not taken before."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            self.take(memory)
+
+
+AnyWant = Want | Handover
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadCost:
-    """What reading from a storage costs, as the planner needs it.
+    """What reading from a storage costs, as the planner needs it; `costs.cost_of` derives it.
 
-    `gap_nbytes`: unwanted bytes that are cheaper to read than a further request. `span_nbytes`: the longest request, in bytes; longer
-    ranges are split so that several go at once. `concurrency`: how many do.
+    Attributes:
+        gap_nbytes: Unwanted bytes that are cheaper to read than a further request.
+        span_nbytes: The longest request, in bytes, to within a block at each end. Longer ranges are split into requests of at least
+            half of that, so that several go at once.
+        concurrency: How many do.
+        pitch_nbytes: For the parts of one group that lie in one file: no more requests than the range from its first part to its last
+            has of these, whatever the gaps; half of `span_nbytes` at most. 0: no limit. So the columns of a matrix never become
+            thousands of requests.
     """
 
     gap_nbytes: int
-    span_nbytes: int = 8 << 20
+    span_nbytes: int = 16 << 20
     concurrency: int
-
-
-LOCAL_COST = ReadCost(gap_nbytes=256 << 10, concurrency=4)
-"""A file system: a request costs some 100 µs, about what 256 KiB cost."""
-
-REMOTE_COST = ReadCost(gap_nbytes=1 << 20, concurrency=16)
-"""An object store: a request costs some 10 ms, and one stream gets 50 to 100 MB/s."""
+    pitch_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +123,7 @@ class Span:
     file: str
     begin: int
     end: int
-    wants: tuple[Want, ...]
+    wants: tuple[AnyWant, ...]
 
     @property
     def nbytes(self) -> int:
@@ -61,19 +134,19 @@ class Span:
         if len(self.wants) != 1:
             return None
         want = self.wants[0]
-        if want.offset <= self.begin and self.end <= want.end:
+        if isinstance(want, Want) and want.offset <= self.begin and self.end <= want.end:
             return want.buffer[self.begin - want.offset : self.end - want.offset]
         return None
 
     def scatter(self, scratch: memoryview) -> None:
-        """Copies from `scratch`, which holds the span's bytes, to where they are wanted."""
+        """Brings what is wanted from `scratch`, which holds the span's bytes, to those who want it."""
         for want in self.wants:
             begin, end = max(want.offset, self.begin), min(want.end, self.end)
-            want.buffer[begin - want.offset : end - want.offset] = scratch[begin - self.begin : end - self.begin]
+            want.receive(begin, scratch[begin - self.begin : end - self.begin])
 
 
-def plan_spans(wants: Iterable[Want], *, file_nbytes: Callable[[str], int], align: int, cost: ReadCost) -> list[Span]:
-    """Turns wants into spans that begin and end on multiples of `align` (or at the file's end).
+def plan_spans(wants: Iterable[AnyWant], *, file_nbytes: Callable[[str], int], align: int, cost: ReadCost) -> list[Span]:
+    """Turns wants into spans that begin and end on multiples of `align` (or at the file's end) and do not overlap.
 
     Args:
         wants: In any order; they may overlap. Empty ones are dropped: a zero-length read never reaches a storage.
@@ -87,11 +160,10 @@ def plan_spans(wants: Iterable[Want], *, file_nbytes: Callable[[str], int], alig
     Raises:
         IntegrityError: A want lies outside its file: the index that it came from is damaged.
     """
-    by_file: dict[str, list[Want]] = {}
+    by_file: dict[str, list[AnyWant]] = {}
     for want in wants:
-        if want.buffer.nbytes:
-            flat = want.buffer if want.buffer.format == "B" and want.buffer.ndim == 1 else want.buffer.cast("B")
-            by_file.setdefault(want.file, []).append(want if flat is want.buffer else Want(want.file, want.offset, flat))
+        if want.nbytes:
+            by_file.setdefault(want.file, []).append(_flat(want))
     spans: list[Span] = []
     for file, listed in by_file.items():
         nbytes = file_nbytes(file)
@@ -99,43 +171,100 @@ def plan_spans(wants: Iterable[Want], *, file_nbytes: Callable[[str], int], alig
         if listed[0].offset < 0 or any(w.end > nbytes for w in listed):
             bad = next(w for w in listed if w.offset < 0 or w.end > nbytes)
             raise IntegrityError(f"bytes {bad.offset} to {bad.end} are wanted of {file}, which has {nbytes}", file=file)
-        for group in _merge(listed, align, cost.gap_nbytes):
-            spans.extend(_split(file, group, nbytes, align, max(align, cost.span_nbytes - cost.span_nbytes % align)))
+        for together in _merge(listed, align, cost):
+            spans.extend(_split(file, together, nbytes, align, cost))
     return spans
 
 
-def _merge(wants: Sequence[Want], align: int, gap: int) -> Iterable[list[Want]]:
-    """Groups of wants, sorted by offset, between which no gap is worth a request of its own."""
-    group: list[Want] = []
+def _flat(want: AnyWant) -> AnyWant:
+    if isinstance(want, Handover) or (want.buffer.format == "B" and want.buffer.ndim == 1):
+        return want
+    return Want(want.file, want.offset, want.buffer.cast("B"), want.group)
+
+
+def _merge(wants: Sequence[AnyWant], align: int, cost: ReadCost) -> Iterator[list[AnyWant]]:
+    """Wants, sorted by offset, in lists between which the gap is worth a request of its own."""
+    pitches = _Pitches(wants, cost) if cost.pitch_nbytes else None
+    made: list[AnyWant] = []
     end = 0
     for want in wants:
         begin = want.offset - want.offset % align
-        if group and begin > end + gap:
-            yield group
-            group = []
-        end = max(end, -(-want.end // align) * align) if group else -(-want.end // align) * align
-        group.append(want)
-    if group:
-        yield group
+        if made and begin > end + cost.gap_nbytes and (pitches is None or pitches.may_begin(want)):
+            yield made
+            made, end = [], 0
+        made.append(want)
+        end = max(end, -(-want.end // align) * align)
+        if pitches is not None:
+            pitches.add(want, begins=len(made) == 1)
+    if made:
+        yield made
 
 
-def _split(file: str, group: Sequence[Want], nbytes: int, align: int, longest: int) -> Iterable[Span]:
-    begin = group[0].offset - group[0].offset % align
-    last = max(w.end for w in group)
-    active: list[Want] = []
+@dataclass(slots=True)
+class _Pitch:
+    first: int
+    end: int
+    requests: int = 0
+    """Made for the group so far, the last one left out."""
+    begin: int = 0
+    """Where the last one begins, and `last` where it ends."""
+    last: int = 0
+
+
+class _Pitches:
+    """Counts the requests for each group, and says whether a further one is within its limit.
+
+    With a limit of n for a range, its k-th request may begin only behind (k - 1) / n of it: so there are never more than n.
+    """
+
+    def __init__(self, wants: Sequence[AnyWant], cost: ReadCost) -> None:
+        self._cost = cost
+        self._groups: dict[str, _Pitch] = {}
+        for want in wants:
+            if want.group:
+                found = self._groups.setdefault(want.group, _Pitch(first=want.offset, end=want.end))
+                found.end = max(found.end, want.end)
+
+    def may_begin(self, want: AnyWant) -> bool:
+        group = self._groups.get(want.group)
+        if group is None or not group.last:
+            return True
+        length = group.end - group.first
+        limit = max(1, length // self._cost.pitch_nbytes)
+        made = group.requests + _pieces(group.last - group.begin, self._cost)
+        return (want.offset - group.first) * limit >= made * length
+
+    def add(self, want: AnyWant, *, begins: bool) -> None:
+        group = self._groups.get(want.group)
+        if group is None:
+            return
+        if begins and group.last:
+            group.requests += _pieces(group.last - group.begin, self._cost)
+        if begins or not group.last:
+            group.begin = want.offset
+        group.last = max(group.last, want.end)
+
+
+def _pieces(nbytes: int, cost: ReadCost) -> int:
+    """How many requests a range without wide gaps is read in."""
+    return max(1, nbytes // (cost.span_nbytes // 2))
+
+
+def _split(file: str, wants: Sequence[AnyWant], nbytes: int, align: int, cost: ReadCost) -> Iterator[Span]:
+    first, last = wants[0].offset, max(w.end for w in wants)
+    begin, end = first - first % align, min(-(-last // align) * align, nbytes)
+    blocks = -(-(end - begin) // align)
+    count = min(_pieces(last - first, cost), blocks)
+    active: list[AnyWant] = []
     following = 0
-    while begin < last:
-        limit = begin + longest
-        active = [w for w in active if w.end > begin]
-        while following < len(group) and group[following].offset < limit:
-            active.append(group[following])
+    for number in range(count):
+        limit = min(begin + -(-blocks * (number + 1) // count) * align, end)
+        start = begin + -(-blocks * number // count) * align
+        active = [w for w in active if w.end > start]
+        while following < len(wants) and wants[following].offset < limit:
+            active.append(wants[following])
             following += 1
-        if active:
-            first = max(begin, min(w.offset for w in active))
-            first -= first % align
-            end = min(limit, max(w.end for w in active))
-            end = min(-(-end // align) * align, nbytes)
-            yield Span(file=file, begin=first, end=end, wants=tuple(active))
-            begin = limit
-        else:
-            begin = group[following].offset - group[following].offset % align  # nothing is wanted in the gap itself
+        if active:  # what is not wanted at the edges is not read
+            low = max(start, min(w.offset for w in active))
+            high = min(limit, max(w.end for w in active))
+            yield Span(file=file, begin=low - low % align, end=min(-(-high // align) * align, nbytes), wants=tuple(active))

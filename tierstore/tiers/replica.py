@@ -9,24 +9,31 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tierstore.errors import AccessError, IntegrityError, NotFoundError, StorageError, TemporaryError, TierStoreError
 from tierstore.format.digest import DIGEST_NBYTES, bad_blocks, block_digests, digest_of, file_digest
-from tierstore.format.index import FileEntry, Index, decode_index
+from tierstore.format.index import FileEntry, Index, PagedIndex, RoutingIndex, decode_head, decode_index
 from tierstore.format.manifest import FileRecord, Manifest, decode_manifest
-from tierstore.format.objects import split_objects
+from tierstore.format.objects import object_ranks, split_objects
 from tierstore.names import INDEX, MANIFEST, OBJECTS, shard_name
 from tierstore.tiers.checkpoint import CheckpointInfo
-from tierstore.tiers.reads import LOCAL_COST, REMOTE_COST, ReadCost, Span, Want, plan_spans
+from tierstore.tiers.fetching import BUDGET_NBYTES, fetch
+from tierstore.tiers.index_pages import WHOLE_NBYTES, IndexPages
+from tierstore.tiers.reads import AnyWant, ReadCost, Span, Want, plan_spans
 from tierstore.tiers.tier import Tier, Tiers
 
 __all__ = ["BadCopy", "Replica", "Want", "open_replica"]
 
 log = logging.getLogger(__name__)
 
-BUDGET_NBYTES = 256 << 20
+_ENTRIES_NBYTES = 64 << 20
+"""Block digests that are kept, in bytes: those of 2 TiB."""
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Runs a coroutine on the event loop that a replica lives on, from another thread (`storage.loop.EventLoop.run`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,19 +60,24 @@ class Replica:
     Attributes:
         info: The catalog's entry.
         manifest: The manifest, proved against the commit record.
-        index: The routing index, proved against the manifest.
+        index: The routing index, proved against the manifest. A long one reads its rows when they are asked for, and waits for them: it
+            is for the caller's threads, not for the event loop.
         bytes_fetched: Bytes read, by tier.
         requests: Reads sent to storages, by tier.
         bad_copies: What was passed over so far.
     """
 
-    def __init__(self, info: CheckpointInfo, sources: Sequence[_Source], *, budget_nbytes: int = BUDGET_NBYTES) -> None:
+    def __init__(
+        self, info: CheckpointInfo, sources: Sequence[_Source], *, budget_nbytes: int = BUDGET_NBYTES, run: Run | None = None
+    ) -> None:
         self.info = info
         self.bytes_fetched: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
         self.bad_copies: list[BadCopy] = []
         self.manifest: Manifest
-        self.index: Index
+        self.index: RoutingIndex
+        self._run = run
+        self._pages: IndexPages | None = None
         self._sources = tuple(sources)
         self._budget_nbytes = budget_nbytes
         self._reasons: dict[tuple[str, str], TierStoreError] = {}
@@ -87,9 +99,15 @@ class Replica:
             IntegrityError: No tier has a good copy of objects.json.
             NotFoundError: The checkpoint has nothing of that rank.
         """
-        if self._objects is None:
-            self._objects = await self._document(self._record(OBJECTS))
-        return await asyncio.to_thread(split_objects, self._objects, rank)
+        return await asyncio.to_thread(split_objects, await self._all_objects(), rank)
+
+    async def object_ranks(self) -> dict[int, int]:
+        """Which tree each saved rank has, by number: ranks with the same number have the same objects.
+
+        Raises:
+            IntegrityError: No tier has a good copy of objects.json.
+        """
+        return await asyncio.to_thread(object_ranks, await self._all_objects())
 
     async def document(self, name: str) -> bytes:
         """A small file (manifest, index, objects, a part record) as a whole, proved.
@@ -106,11 +124,12 @@ class Replica:
             )
         return await self._document(self._record(name))
 
-    async def read(self, wants: Sequence[Want], *, verify: bool = True) -> None:
-        """Fills the buffers of all `wants` from the nearest good copies.
+    async def read(self, wants: Sequence[AnyWant], *, verify: bool = True) -> None:
+        """Fills the buffers of all `wants` from the nearest good copies; what is to be handed over is, before this returns.
 
         Whole blocks are read and each is proved against its SHA-256 before its bytes count. Where a span lies within one want it is
-        read straight into that buffer, else into scratch memory. After an error buffers hold anything: use none of them.
+        read straight into that buffer, else into scratch memory, of which there is `budget_nbytes` at most. After an error buffers
+        hold anything: use none of them.
 
         Args:
             wants: Byte ranges of the checkpoint's shards, in any order.
@@ -121,44 +140,28 @@ class Replica:
             NotFoundError: The index names no such file.
             TemporaryError: Some bytes could not be had because tiers do not answer.
         """
-        cost = self._cost()
         align = self.index.block_nbytes if verify else 1
-        spans = plan_spans(wants, file_nbytes=lambda name: self._entry(name).nbytes, align=align, cost=cost)
-        if not spans:
-            return
-        longest = max(span.nbytes for span in spans)
-        widest = max(_cost_of(source.tier).concurrency for source in self._sources)
-        workers = max(1, min(widest, len(spans), self._budget_nbytes // longest))
-        slots = {s.tier.name: asyncio.Semaphore(_cost_of(s.tier).concurrency) for s in self._sources}
-        queue = iter(spans)
-        tasks = [asyncio.ensure_future(self._work(queue, longest, verify, slots)) for _ in range(workers)]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # nobody writes into the buffers after this
+        spans = plan_spans(wants, file_nbytes=self.index.file_nbytes, align=align, cost=self._cost())
+        if verify:
+            await self._load_entries(span.file for span in spans)
+        costs = {s.tier.name: _cost_of(s.tier) for s in self._sources}
+        slots = {name: asyncio.Semaphore(cost.concurrency) for name, cost in costs.items()}
+        await fetch(
+            spans,
+            lambda span, view: self._fill(span, view, verify, slots),
+            concurrency=max(cost.concurrency for cost in costs.values()),
+            budget_nbytes=self._budget_nbytes,
+        )
 
     # ---- inside
 
-    async def _work(self, queue: Iterator[Span], longest: int, verify: bool, slots: dict[str, asyncio.Semaphore]) -> None:
-        scratch: memoryview | None = None
-        for span in queue:
-            view = span.direct()
-            if view is not None:
-                await self._fill(span, view, verify, slots)
-                continue
-            if scratch is None:
-                scratch = memoryview(bytearray(longest))
-            await self._fill(span, scratch[: span.nbytes], verify, slots)
-            if span.nbytes > 1 << 20:
-                await asyncio.to_thread(span.scatter, scratch)
-            else:
-                span.scatter(scratch)
+    async def _all_objects(self) -> bytes:
+        if self._objects is None:
+            self._objects = await self._document(self._record(OBJECTS))
+        return self._objects
 
     async def _fill(self, span: Span, view: memoryview, verify: bool, slots: dict[str, asyncio.Semaphore]) -> None:
         """Fills `view` with the span's bytes, each block from the first tier where it is good."""
-        entry = self._entry(span.file)
         pending = [(span.begin, span.end)]
         for source in self._order(span.file):
             tier = source.tier
@@ -168,7 +171,9 @@ class Replica:
                 try:
                     async with slots[tier.name]:
                         self.requests[tier.name] += 1
+                        began = tier.speed.now()
                         await tier.storage.read_into(self.info.attempt.path(span.file), begin, part)
+                        tier.speed.note(end - begin, tier.speed.now() - began)
                     self.bytes_fetched[tier.name] += end - begin
                     self._down.pop(tier.name, None)
                 except (StorageError, NotFoundError, IntegrityError) as error:
@@ -176,7 +181,7 @@ class Replica:
                     left.append((begin, end))
                     continue
                 if verify:
-                    left.extend(await self._bad_blocks(source, entry, begin, part))
+                    left.extend(await self._bad_blocks(source, await self._entry(span.file), begin, part))
             pending = left
             if not pending:
                 return
@@ -253,11 +258,11 @@ class Replica:
 
         return await self._proved(file.name, file.nbytes, prove)
 
-    async def _proved(self, name: str, nbytes: int | None, prove: Callable[[bytes], None]) -> bytes:
+    async def _proved(self, name: str, nbytes: int | None, prove: Callable[[bytes], None], begin: int = 0) -> bytes:
         for source in self._order(name):
             try:
                 self.requests[source.tier.name] += 1
-                data = await source.tier.storage.read(self.info.attempt.path(name), 0, nbytes)
+                data = await source.tier.storage.read(self.info.attempt.path(name), begin, nbytes)
                 self.bytes_fetched[source.tier.name] += len(data)
                 await asyncio.to_thread(prove, data)
             except (StorageError, NotFoundError, IntegrityError) as error:
@@ -284,16 +289,36 @@ class Replica:
                 run=info.run,
                 step=info.step,
             )
-        self.index, _ = await asyncio.to_thread(decode_index, await self._document(self._record(INDEX)))
+        record = self._record(INDEX)
+        if self._run is None or not record.head_nbytes or record.nbytes <= WHOLE_NBYTES:
+            self.index, _ = await asyncio.to_thread(decode_index, await self._document(record))
+        else:
+            self.index = await self._open_pages(record, self._run)
         self._check_index()
 
+    async def _open_pages(self, record: FileRecord, run: Run) -> PagedIndex:
+        """Reads the index's head alone; the rest when it is asked for."""
+
+        def prove_head(data: bytes) -> None:
+            if digest_of(data) != record.head_digest:
+                raise IntegrityError("its head is damaged: its SHA-256 is not the one in the manifest")
+
+        async def read(begin: int, nbytes: int, prove: Callable[[bytes], None]) -> bytes:
+            return await self._proved(INDEX, nbytes, prove, begin)
+
+        head = await asyncio.to_thread(decode_head, await read(0, record.head_nbytes, prove_head), record.nbytes)
+        shards = {f.name: f for f in self.manifest.files if f.kind == "shard"}
+        pages = self._pages = IndexPages(head=head, shards=shards, read=read)
+        return PagedIndex(head, lambda numbers: run(pages.groups(numbers)), lambda number: run(pages.digests([number]))[0])
+
     def _check_index(self) -> None:
-        """Index and manifest name the same shards with the same sizes and digests."""
+        """Index and manifest name the same shards with the same sizes and digests (which a paged index proves when it reads them)."""
         promised = {f.name: f for f in self.manifest.files if f.kind == "shard"}
-        for entry in self.index.files():
-            record = promised.pop(entry.name, None)
-            if record is None or record.nbytes != entry.nbytes or record.digest != entry.digest:
-                raise IntegrityError(f"index and manifest of {self.info.attempt.folder} disagree about {entry.name}", file=entry.name)
+        for name in self.index.file_names:
+            record = promised.pop(name, None)
+            digest = self.index.file(name).digest if isinstance(self.index, Index) else record and record.digest
+            if record is None or record.nbytes != self.index.file_nbytes(name) or record.digest != digest:
+                raise IntegrityError(f"index and manifest of {self.info.attempt.folder} disagree about {name}", file=name)
         if promised or self.index.block_nbytes != self.manifest.block_nbytes:
             raise IntegrityError(f"index and manifest of {self.info.attempt.folder} disagree about their files or block size")
 
@@ -303,23 +328,38 @@ class Replica:
             raise IntegrityError(f"the manifest in {self.info.attempt.folder} does not name {name}", file=name)
         return record
 
-    def _entry(self, name: str) -> FileEntry:
-        entry = self._entries.get(name)
-        if entry is None:
-            entry = self._entries[name] = self.index.file(name)
+    async def _entry(self, name: str) -> FileEntry:
+        while (entry := self._entries.get(name)) is None:
+            await self._load_entries([name])
         return entry
+
+    async def _load_entries(self, names: Iterable[str]) -> None:
+        """Reads the block digests of files, as far as they are not here."""
+        missing = [name for name in dict.fromkeys(names) if name not in self._entries]
+        if isinstance(self.index, PagedIndex) and self._pages is not None:
+            found = await self._pages.digests([self.index.file_number(name) for name in missing])
+            nbytes = map(self.index.file_nbytes, missing)
+            made = [FileEntry(name=n, nbytes=b, block_digests=d) for n, b, d in zip(missing, nbytes, found, strict=True)]
+        else:
+            made = [self.index.file(name) for name in missing]
+        held = sum(len(entry.block_digests) for entry in (*self._entries.values(), *made))
+        while self._entries and held > _ENTRIES_NBYTES:  # the oldest first
+            held -= len(self._entries.pop(next(iter(self._entries))).block_digests)
+        self._entries |= {entry.name: entry for entry in made}
 
     def _cost(self) -> ReadCost:
         return _cost_of(self._sources[0].tier)
 
 
-async def open_replica(tiers: Tiers, info: CheckpointInfo, *, budget_nbytes: int = BUDGET_NBYTES) -> Replica:
+async def open_replica(tiers: Tiers, info: CheckpointInfo, *, budget_nbytes: int | None = None, run: Run | None = None) -> Replica:
     """Opens a checkpoint: reads manifest and index from the nearest tier that has good copies of them.
 
     Args:
         tiers: The store's tiers.
         info: The catalog's entry; it says which tiers hold what.
-        budget_nbytes: Scratch memory that reads may use, in bytes.
+        budget_nbytes: Scratch memory that one `read` may use, in bytes; None: what the store's configuration says.
+        run: Runs a coroutine on this event loop, from a thread that asks `Replica.index`: a long index is then read by its head, and by
+            the rows that are asked for. None: as a whole.
 
     Raises:
         IntegrityError: No tier has a good manifest or index; lists each tier and its reason.
@@ -335,7 +375,7 @@ async def open_replica(tiers: Tiers, info: CheckpointInfo, *, budget_nbytes: int
             run=info.run,
             step=info.step,
         )
-    replica = Replica(info, sources, budget_nbytes=budget_nbytes)
+    replica = Replica(info, sources, budget_nbytes=tiers.scratch_nbytes if budget_nbytes is None else budget_nbytes, run=run)
     await replica._open()
     return replica
 
@@ -357,4 +397,4 @@ def _sources(tiers: Tiers, info: CheckpointInfo) -> list[_Source]:
 
 
 def _cost_of(tier: Tier) -> ReadCost:
-    return LOCAL_COST if tier.storage.capabilities.local else REMOTE_COST
+    return tier.speed.cost(local=tier.storage.capabilities.local)

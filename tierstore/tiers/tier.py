@@ -22,6 +22,8 @@ from tierstore.errors import (
 from tierstore.format.descriptor import Descriptor, decode_descriptor, encode_descriptor
 from tierstore.names import DESCRIPTOR
 from tierstore.storage.contract import Storage
+from tierstore.tiers.costs import ReadSpeed
+from tierstore.tiers.fetching import BUDGET_NBYTES
 
 __all__ = ["Outage", "Scope", "Tier", "Tiers", "ensure_tier", "make_descriptor", "read_store_id", "recheck", "wrong_store"]
 
@@ -35,7 +37,10 @@ Scope = Literal["node", "shared"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """One place that keeps checkpoints. `capacity` is in bytes, `max_bandwidth` in bytes per second; None: no limit."""
+    """One place that keeps checkpoints. `capacity` is in bytes, `max_bandwidth` in bytes per second; None: no limit.
+
+    `speed` is how fast it answers reads, as far as that is known.
+    """
 
     name: str
     storage: Storage
@@ -43,6 +48,7 @@ class Tier:
     durable: bool = True
     capacity: int | None = None
     max_bandwidth: int | None = None
+    speed: ReadSpeed = field(default_factory=ReadSpeed, compare=False, repr=False)
 
     @property
     def uri(self) -> str:
@@ -65,7 +71,8 @@ class Tiers:
     """The tiers of a store, nearest first.
 
     `outages` names the tiers that did not answer when the store was opened. Their descriptor has not been checked yet: `ensure_tier`
-    does so before anything is written there, and takes them off the list.
+    does so before anything is written there, and takes them off the list. `scratch_nbytes` is memory that one load may use beside what
+    it fills.
     """
 
     tiers: tuple[Tier, ...]
@@ -73,6 +80,7 @@ class Tiers:
     durable_at: Tier
     store_id: str
     outages: dict[str, Outage] = field(default_factory=dict)
+    scratch_nbytes: int = BUDGET_NBYTES
 
     @property
     def nearest(self) -> Tier:

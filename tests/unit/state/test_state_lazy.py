@@ -18,6 +18,7 @@ from tierstore.state.boxes import Read, intersect, reads_of
 from tierstore.state.lazy import Checkpoint
 from tierstore.state.reading import Fill, deliver, fill_all, reads_for
 from tierstore.testing.equality import assert_same_state
+from tierstore.tiers.reads import Want
 
 KIB = 1024
 
@@ -45,8 +46,6 @@ def test_a_lazy_index_gives_what_torch_gives(case: tuple[torch.Tensor, Any], blo
     tensor, key = case
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tierstore.state.boxes.SPAN_NBYTES", span)
-        patch.setattr("tierstore.state.reading.SCRATCH_NBYTES", max(4 * span, 4096))
-        patch.setattr("tierstore.state.reading.SPAN_NBYTES", span)
         got = Checkpoint(staged({"t": tensor}, block_nbytes=block), run)["t"][key]
     assert_same_state(got, tensor[key].contiguous())
     assert got.untyped_storage().nbytes() == got.nbytes
@@ -96,15 +95,14 @@ def test_a_sharded_tensor_is_put_together_from_any_grid_of_chunks(data: st.DataO
     assert torch.equal(target, want)
 
 
-def test_row_chunks_go_straight_into_the_destination(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierstore.state.reading.SCRATCH_NBYTES", 0)
+def test_row_chunks_go_straight_into_the_destination() -> None:
     tensor = torch.randn(64, 32)
     reader = split(tensor, [[10, 20, 50], []])
     target = torch.empty(64, 32)
     entry: TensorEntry = reader.entry  # type: ignore[attr-defined]
     fill_all(reader, run, [Fill(entry=entry, box=(range(64), range(32)), target=target)])
     assert torch.equal(target, tensor)
-    assert len(reader.wants) == 4
+    assert [type(want) for want in reader.wants] == [Want] * 4
     assert reader.calls == 1
 
 

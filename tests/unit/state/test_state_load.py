@@ -12,11 +12,11 @@ from state_kit import ImageReader, run, staged
 
 from tierstore.errors import IncompleteError, IntegrityError, NotFoundError, StateMismatchError, UnsupportedTypeError, UsageError
 from tierstore.format.index import Index, TensorEntry
-from tierstore.state import reading
 from tierstore.state.image import ImagePool
 from tierstore.state.load import LoadOptions, load_state
 from tierstore.state.stage import stage
 from tierstore.testing.equality import assert_same_state
+from tierstore.tiers.reads import Want
 
 Point = namedtuple("Point", "x y")
 
@@ -67,20 +67,18 @@ def test_leaves_that_require_grad_are_filled_without_autograd() -> None:
         assert torch.equal(tensor, torch.ones(3))
 
 
-def test_contiguous_targets_are_read_into_directly_and_need_no_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "SCRATCH_NBYTES", 0)
+def test_contiguous_targets_are_read_into_directly_and_need_no_scratch() -> None:
     state = {"w": torch.randn(300, 400), "b": torch.randn(7)}
     reader = staged(state)
     into = {"w": torch.empty(300, 400), "b": torch.empty(7)}
     load_state(reader, run, into=into)
     assert_same_state(into, state)
-    assert len(reader.wants) == 2
+    assert [type(want) for want in reader.wants] == [Want] * 2
     assert reader.calls == 1
 
 
 @pytest.mark.parametrize("scratch", [64, 1000, 64 << 20])
-def test_strided_targets_go_through_bounded_scratch(monkeypatch: pytest.MonkeyPatch, scratch: int) -> None:
-    monkeypatch.setattr(reading, "SCRATCH_NBYTES", max(scratch, 4096))
+def test_strided_targets_are_gathered_from_pieces_of_bounded_length(monkeypatch: pytest.MonkeyPatch, scratch: int) -> None:
     monkeypatch.setattr("tierstore.state.boxes.SPAN_NBYTES", scratch)
     state = {"t": torch.randn(40, 30), "s": torch.randn(50), "c": torch.randn(2, 3, 8, 8), "z": torch.randn(20, 2, dtype=torch.complex128)}
     into = {
@@ -93,6 +91,16 @@ def test_strided_targets_go_through_bounded_scratch(monkeypatch: pytest.MonkeyPa
     load_state(staged(state), run, into=into)
     assert_same_state(into, state)
     assert {name: tensor.stride() for name, tensor in into.items()} == strides
+
+
+def test_inference_tensors_are_filled_whoever_delivers() -> None:
+    with torch.inference_mode():
+        into = {"t": torch.zeros(30, 40).t(), "b": torch.zeros(5, dtype=torch.bfloat16)}
+    state = {"t": torch.randn(40, 30), "b": torch.arange(5.0)}
+    with torch.inference_mode():
+        load_state(staged(state), run, into=into, options=LoadOptions(dtype="cast"))
+    assert torch.equal(into["t"], state["t"])
+    assert torch.equal(into["b"].float(), state["b"])
 
 
 def test_a_conjugate_target_takes_the_values_it_shows() -> None:

@@ -1,0 +1,134 @@
+"""What a request to a tier costs: from its latency and bandwidth, configured or measured from the reads that are made anyway.
+
+A gap of unwanted bytes is worth reading where it passes sooner than a further request would answer: latency times bandwidth. Both are
+what one request sees while others are under way; so a slow link that is shared by many is judged by its share.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.tiers.reads import ReadCost
+
+__all__ = ["LOCAL_COST", "REMOTE_COST", "ReadSpeed", "Speed", "cost_of"]
+
+_KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
+
+MIN_GAP_NBYTES = 64 * _KIB
+MAX_GAP_NBYTES = 2 * _MIB
+"""Two blocks: what verification may fetch needlessly at two ends anyway. So a slice never costs more than that, however far the tier."""
+
+FAR_LATENCY_S = 1e-3
+"""From here on requests are counted (`ReadCost.pitch_nbytes`): object stores bill them and throttle those who send too many."""
+
+_PITCH_NBYTES = 8 * _MIB
+_SAMPLES = 64
+_MIN_SAMPLES = 16
+_MIN_NBYTES = 32 * _MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """`latency_s`: seconds until the first byte of an answer. `bandwidth`: bytes per second that one request then gets."""
+
+    latency_s: float
+    bandwidth: float
+
+
+LOCAL = Speed(latency_s=125e-6, bandwidth=2 * _GIB)
+"""A file system: a request costs what 256 KiB cost."""
+
+REMOTE = Speed(latency_s=10e-3, bandwidth=100 * _MIB)
+"""An object store: a request costs what 1 MiB costs."""
+
+
+def cost_of(speed: Speed) -> ReadCost:
+    """What the planner needs to know, within bounds that keep a wrong number from doing harm."""
+    gap = int(min(max(speed.latency_s * speed.bandwidth, MIN_GAP_NBYTES), MAX_GAP_NBYTES))
+    waiting = round(speed.latency_s / 625e-6)  # requests that mostly wait take nothing from each other
+    return ReadCost(
+        gap_nbytes=gap,
+        concurrency=min(max(waiting, 4), 16),
+        pitch_nbytes=_PITCH_NBYTES if speed.latency_s >= FAR_LATENCY_S else 0,
+    )
+
+
+LOCAL_COST = cost_of(LOCAL)
+REMOTE_COST = cost_of(REMOTE)
+
+
+@dataclass(slots=True, kw_only=True)
+class ReadSpeed:
+    """How fast one tier answers: as configured, else as measured by its reads, else what is usual for its kind.
+
+    Measured numbers count once there are 16 reads of 32 MiB together, so that a short load is planned the same every time. They are
+    medians: a read that hung says nothing. Belongs to one event loop.
+
+    Attributes:
+        latency_s: Configured, in seconds; None: measured.
+        bandwidth: Configured, in bytes per second; None: measured.
+        now: Seconds of a monotonic clock; for tests.
+    """
+
+    latency_s: float | None = None
+    bandwidth: float | None = None
+    now: Callable[[], float] = time.monotonic
+    _samples: deque[tuple[int, float]] = field(init=False, default_factory=lambda: deque(maxlen=_SAMPLES))
+    _fresh: int = field(init=False, default=0)
+    _nbytes: int = field(init=False, default=0)
+    _measured: Speed | None = field(init=False, default=None)
+
+    def note(self, nbytes: int, seconds: float) -> None:
+        """A read of `nbytes` was answered after `seconds`."""
+        if nbytes > 0 and seconds > 0:
+            self._samples.append((nbytes, seconds))
+            self._fresh += 1
+            self._nbytes += nbytes
+
+    def speed(self, *, local: bool) -> Speed:
+        """What is known now. `local`: the kind of tier, for what is neither configured nor measured."""
+        usual = LOCAL if local else REMOTE
+        usual = Speed(
+            latency_s=usual.latency_s if self.latency_s is None else self.latency_s,
+            bandwidth=usual.bandwidth if self.bandwidth is None else self.bandwidth,
+        )
+        if self._nbytes >= _MIN_NBYTES and self._fresh >= _MIN_SAMPLES and None in (self.latency_s, self.bandwidth):
+            self._fresh = 0
+            self._measured = self._measure(usual)
+        return self._measured or usual
+
+    def cost(self, *, local: bool) -> ReadCost:
+        return cost_of(self.speed(local=local))
+
+    def _measure(self, usual: Speed) -> Speed:
+        """Time over length as a straight line, by the median of the slopes between reads of different lengths (Theil 1950, Sen 1968).
+
+        Where all reads have about one length, the usual latency is taken for granted.
+        """
+        nbytes, seconds = (np.array(column, dtype=np.float64) for column in zip(*self._samples, strict=True))
+        latency, bandwidth = self.latency_s, self.bandwidth
+        if latency is None:
+            slope = 1 / bandwidth if bandwidth is not None else _slope(nbytes, seconds)
+            latency = usual.latency_s if slope is None else max(float(np.median(seconds - slope * nbytes)), 1e-6)
+        if bandwidth is None:
+            transfers = np.maximum(seconds - latency, seconds / 10)
+            bandwidth = statistics.median((nbytes / transfers).tolist())
+        return Speed(latency_s=latency, bandwidth=bandwidth)
+
+
+def _slope(nbytes: NDArray[np.float64], seconds: NDArray[np.float64]) -> float | None:
+    """Seconds per byte; None where the lengths differ too little, or the times do not grow with them."""
+    first, second = np.triu_indices(len(nbytes), 1)
+    apart = np.maximum(nbytes[first], nbytes[second]) >= 2 * np.minimum(nbytes[first], nbytes[second])
+    if np.count_nonzero(apart) < _MIN_SAMPLES:
+        return None
+    first, second = first[apart], second[apart]
+    slope = float(np.median((seconds[second] - seconds[first]) / (nbytes[second] - nbytes[first])))
+    return slope if slope > 0 else None
