@@ -261,6 +261,15 @@ class Store:
             self._saved[attempt.step] = attempt.save_id
         return ticket
 
+    def raise_errors(self) -> None:
+        """Raises what went wrong in the background and no call has raised yet, as the next save would.
+
+        Raises:
+            SaveError: Names run and step; ``__cause__`` is the reason.
+        """
+        self._check_usable()
+        self._worker.raise_errors()
+
     def condemn(self, attempt: Attempt, reason: str) -> None:
         """Gives up an attempt that can't become whole, so that nobody waits for it; does nothing where it is committed already."""
         self._check_usable()
@@ -501,7 +510,7 @@ class Store:
         return self._catalog(reference.run or None).resolve(reference)
 
     def _replica(self, info: CheckpointInfo) -> Replica:
-        return self._session.run(open_replica(self._session.tiers, info))
+        return self._session.run(open_replica(self._session.tiers, info, run=self._session.run))
 
     def _load(self, info: CheckpointInfo, into: Any, options: LoadOptions | None) -> Any:
         replica = self._replica(info)
