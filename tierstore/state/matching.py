@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from tierstore.errors import IncompleteError, NotFoundError, StateMismatchError, UsageError
-from tierstore.format.index import Index, TensorEntry
+from tierstore.format.index import RoutingIndex, TensorEntry
 from tierstore.format.objects import Opaque, TensorRef
 from tierstore.state.bits import dtype_name, torch_dtype
 from tierstore.state.boxes import whole
@@ -45,7 +45,7 @@ Build = Callable[[Any], Any]
 _Finish = Callable[[Build], Any]
 
 
-def match(into: Any, tree: Any, index: Index, options: LoadOptions, names: Sequence[str] | None = None) -> Match:
+def match(into: Any, tree: Any, index: RoutingIndex, options: LoadOptions, names: Sequence[str] | None = None) -> Match:
     """Plans the load of `tree` into `into`; changes nothing.
 
     Raises:
@@ -57,6 +57,7 @@ def match(into: Any, tree: Any, index: Index, options: LoadOptions, names: Seque
             f"into is a {type(into).__module__}.{type(into).__qualname__}, not a state",
             hint="pass e.g. {'model': model.state_dict(), 'optim': optimizer.state_dict(), 'step': 0}",
         )
+    index.prepare(t.name for t in stored_tensors(tree) if selected(name_of(t.place), names))
     planner = _Planner(tree, index, options, names)
     planner.plan.finish = planner.visit(into, tree, ())
     planner.check()
@@ -67,7 +68,7 @@ _ABSENT = object()
 
 
 class _Planner:
-    def __init__(self, tree: Any, index: Index, options: LoadOptions, names: Sequence[str] | None) -> None:
+    def __init__(self, tree: Any, index: RoutingIndex, options: LoadOptions, names: Sequence[str] | None) -> None:
         self.index = index
         self.options = options
         self.names = names

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tierstore.clock import Clock, parse_utc
@@ -25,7 +25,7 @@ from tierstore.errors import (
     VersionError,
 )
 from tierstore.format.digest import block_digests, digest_of, file_digest
-from tierstore.format.index import Index, check_coverage, decode_index, encode_index, merge_indexes
+from tierstore.format.index import Index, check_coverage, decode_index, encode_index, head_nbytes, merge_indexes
 from tierstore.format.manifest import FileRecord, Manifest, decode_manifest, encode_manifest
 from tierstore.format.objects import merge_objects, object_ranks, split_objects
 from tierstore.format.part import Part, decode_part
@@ -287,7 +287,11 @@ def build_manifest(
 
     files = [FileRecord(name=f.name, nbytes=f.nbytes, digest=f.digest, kind="shard") for f in index.files()]
     files += [file(part_name(part.rank), data, "part") for part, data in parts]
-    files += [file(OBJECTS, objects, "objects"), file(INDEX, encoded_index, "index")]
+    head = head_nbytes(encoded_index) or 0
+    index_file = file(INDEX, encoded_index, "index")
+    if head:
+        index_file = replace(index_file, head_nbytes=head, head_digest=digest_of(memoryview(encoded_index)[:head]))
+    files += [file(OBJECTS, objects, "objects"), index_file]
     return Manifest(
         store_id=store_id,
         run=attempt.run,
