@@ -284,6 +284,8 @@ def rewrite(
         if index is not None:
             data = index(paths["index"].read_bytes())
             paths["index"].write_bytes(data)
+            for field in ("head_nbytes", "head_digest"):  # as older versions wrote it: the index is read as a whole
+                del entries["index.safetensors"][field]
             entries["index.safetensors"].update(nbytes=len(data), digest=file_digest(block_digests(data, document["block_nbytes"])))
         manifest(document)
         document["nbytes"] = sum(file["nbytes"] for file in document["files"])

@@ -188,17 +188,18 @@ def tensors(
     """List a checkpoint's tensors: name, dtype, shape, bytes, shard."""
     cli.refuse_names("tensors reads the nearest good copy")
     with cli.session() as session:
-        replica = _open(session, ref)
-    index = replica.index
-    names = [name for name in index.names() if fnmatchcase(name, pattern)]
-    if not names:
-        if not any(c in pattern for c in "*?["):
-            index.find(pattern)  # raises with the nearest names
-        raise NotFoundError(f"no tensor of {ref} matches {pattern!r}", hint="`tierstore tensors REF` lists all; quote patterns")
+        index = _open(session, ref).index
+        names = [name for name in index.names() if fnmatchcase(name, pattern)]
+        if not names:
+            if not any(c in pattern for c in "*?["):
+                index.find(pattern)  # raises with the nearest names
+            raise NotFoundError(f"no tensor of {ref} matches {pattern!r}", hint="`tierstore tensors REF` lists all; quote patterns")
+        index.prepare(names)
+        entries = list(map(index.find, names))
     table = plain_table("TENSOR", "DTYPE", "SHAPE", ("SIZE", "right"), "SHARD", fold=("TENSOR", "SHARD"))
     first: dict[object, str] = {}
     nbytes = 0
-    for entry in map(index.find, names):
+    for entry in entries:
         stored = sum(e.end - e.begin for e in entry.extents)
         tied = first.setdefault(entry.extents, entry.name) if stored else entry.name
         nbytes += stored if tied == entry.name else 0
@@ -246,7 +247,7 @@ def cat(
 
 def _open(session: Session, ref: str) -> Replica:
     _, info = find_checkpoint(session, ref)
-    return session.run(open_replica(session.tiers, info))
+    return session.run(open_replica(session.tiers, info, run=session.run))
 
 
 def _file_bytes(session: Session, replica: Replica, name: str) -> Iterator[bytes | memoryview]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tierstore.errors import IncompleteError, NotFoundError, StateMismatchError
-from tierstore.format.index import Index
+from tierstore.format.index import RoutingIndex
 from tierstore.format.objects import ObjectCodecs, decode_objects
 from tierstore.state.bits import empty, torch_dtype
 from tierstore.state.boxes import whole
@@ -85,7 +85,9 @@ def load_fresh(replica: Reader, run: Run, tree: Any, codecs: ObjectCodecs) -> An
 def _fresh_tensors(replica: Reader, run: Run, names: Iterable[str], fills: Sequence[Fill] = ()) -> dict[str, torch.Tensor]:
     made: dict[str, torch.Tensor] = {}
     wishes = list(fills)
-    for name in names:
+    listed = sorted(names)
+    replica.index.prepare(listed)
+    for name in listed:
         entry = _find(replica.index, name)
         made[name] = empty(entry.shape, torch_dtype(entry.dtype))
         wishes.append(Fill(entry=entry, box=whole(entry.shape), target=made[name]))
@@ -93,7 +95,7 @@ def _fresh_tensors(replica: Reader, run: Run, names: Iterable[str], fills: Seque
     return made
 
 
-def _find(index: Index, name: str) -> Any:
+def _find(index: RoutingIndex, name: str) -> Any:
     try:
         return index.find(name)
     except NotFoundError as error:
