@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tierstore.config import StoreConfig, load_config
     from tierstore.errors import TierStoreError
     from tierstore.format.objects import ObjectCodecs
+    from tierstore.state.foreign import open_foreign
     from tierstore.state.lazy import Checkpoint, LazyTensor
     from tierstore.state.load import LoadOptions
     from tierstore.store import Store, open
@@ -30,6 +31,7 @@ __all__ = [
     "__version__",
     "load_config",
     "open",
+    "open_foreign",
 ]
 
 __version__ = "0.1.0"
@@ -45,6 +47,7 @@ _HOMES = {
     "TierStoreError": "tierstore.errors",
     "load_config": "tierstore.config",
     "open": "tierstore.store",
+    "open_foreign": "tierstore.state.foreign",
 }
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import operator
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from tierstore.format.objects import ObjectCodecs, Opaque, TensorRef
 from tierstore.state.bits import empty, torch_dtype
 from tierstore.state.boxes import Box, whole
 from tierstore.state.codecs import default_codecs
-from tierstore.state.load import load_fresh, read_tree
+from tierstore.state.load import LoadOptions, load_fresh, load_state, read_tree
 from tierstore.state.reading import Fill, Reader, Run, fill_all
 from tierstore.state.unflatten import MODULE_STATE, SPARSE, TENSOR, stored_tensors
 
@@ -85,17 +86,30 @@ class LazyTensor:
 
 
 class Checkpoint(Mapping[str, LazyTensor]):
-    """The tensors of one checkpoint by name, and the rest of its state. Made by `Store.open_checkpoint`.
+    """The tensors of one checkpoint by name, and the rest of its state. Made by `Store.open_checkpoint` and `tierstore.open_foreign`.
 
     Args:
         replica: The open checkpoint.
         run: Runs a coroutine on the event loop that `replica` lives on.
         codecs: Codecs for further types; None: torch's own.
         rank: Whose objects `objects` and `state` give.
+        note: What the representation says of it beside its size.
+        on_close: Ends what only this checkpoint uses; a store's checkpoints live as long as their store.
     """
 
-    def __init__(self, replica: Reader, run: Run, *, codecs: ObjectCodecs | None = None, rank: int = 0) -> None:
+    def __init__(
+        self,
+        replica: Reader,
+        run: Run,
+        *,
+        codecs: ObjectCodecs | None = None,
+        rank: int = 0,
+        note: str = "",
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
         self.replica = replica
+        self._note = note
+        self._on_close = on_close
         self._run = run
         self._codecs = codecs or default_codecs()
         self._rank = rank
@@ -133,13 +147,41 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """Loads all of it into fresh tensors."""
         return load_fresh(self.replica, self._run, self._read_tree(), self._codecs)
 
+    def load(self, into: Any = None, *, options: LoadOptions | None = None, names: Sequence[str] | None = None) -> Any:
+        """Loads it into fresh tensors, or into those that the caller has (sharded ones too: each rank reads its own part).
+
+        Args:
+            into: A state whose tensors are filled in place; None: fresh tensors on the CPU.
+            options: What to do about missing, unexpected, wrong-shape and wrong-dtype entries; strict by default.
+            names: Globs over dotted names: only these are loaded.
+
+        Returns:
+            The state; `into` itself where it was given.
+
+        Raises:
+            StateMismatchError: `into` and the checkpoint differ; nothing was changed.
+            IntegrityError: There are no good bytes.
+        """
+        return load_state(self.replica, self._run, into=into, options=options, rank=self._rank, codecs=self._codecs, names=names)
+
+    def close(self) -> None:
+        """Ends what only this checkpoint uses (of `tierstore.open_foreign`: its storage's clients); idempotent."""
+        if self._on_close is not None:
+            self._on_close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
     def _read_tree(self) -> Any:
         if self._tree is None:
             self._tree = read_tree(self.replica, self._run, self._rank)
         return self._tree
 
     def __repr__(self) -> str:
-        return f"Checkpoint({len(self):,} tensors)"
+        return f"Checkpoint({len(self):,} tensors{', ' if self._note else ''}{self._note})"
 
 
 def _outline(node: Any, codecs: ObjectCodecs) -> Any:
