@@ -8,7 +8,7 @@ import math
 import os
 import platform
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from types import TracebackType
@@ -22,6 +22,7 @@ from tierstore.errors import ClosedError, IntegrityError, TierStoreError, UsageE
 from tierstore.format.objects import ObjectCodecs
 from tierstore.names import Attempt, Reference, check_run, check_step, later_save_id, parse_reference
 from tierstore.state.codecs import default_codecs
+from tierstore.state.export import Exported, ExportOptions, export_checkpoint
 from tierstore.state.image import ImagePool
 from tierstore.state.lazy import Checkpoint
 from tierstore.state.load import LoadOptions, load_state
@@ -385,6 +386,44 @@ class Store:
             steps = sorted({a.attempt.step for a in catalog.incomplete})
             log.warning("run=%s has no committed checkpoint, but incomplete attempts at steps %s: training begins anew", self.run, steps)
         return None
+
+    def export(
+        self,
+        which: Which,
+        to: str | os.PathLike[str],
+        options: ExportOptions | None = None,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        dry_run: bool = False,
+    ) -> Exported:
+        """Writes a checkpoint for other programs: a Hugging Face directory, a DCP directory or a `torch.save` file, in bounded memory.
+
+        Args:
+            which: A step, ``latest``, ``best:METRIC``, ``tag:TAG`` or a full reference.
+            to: A local path or URI; a directory that is empty, for the format ``torch`` a file.
+            options: What and how; None: a Hugging Face directory of all tensors.
+            storage_options: What the target's storage takes, e.g. ``{"endpoint_url": …}``.
+            progress: Told how many bytes are made, and of how many; called on another thread.
+            dry_run: Only plan; nothing is written.
+
+        Raises:
+            NotFoundError: No such checkpoint, or no tensor is chosen.
+            UsageError: The choice, the renaming rules or the state don't fit; nothing was written.
+            RefusedError: The target is not empty, and `ExportOptions.overwrite` is not set.
+            IntegrityError: No tier has a good copy of something; what was written is removed.
+        """
+        replica = self._replica(self._resolve(which))
+        return export_checkpoint(
+            replica,
+            self._session.run,
+            to,
+            options,
+            storage_options=storage_options,
+            codecs=self._codecs,
+            progress=progress,
+            dry_run=dry_run,
+        )
 
     # ---- background work
 

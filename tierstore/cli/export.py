@@ -1,0 +1,147 @@
+"""``export``: a checkpoint as files that other programs load: a Hugging Face directory, a DCP directory, a `torch.save` file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as RichProgress
+from rich.text import Text
+
+from tierstore.cli.find import find_checkpoint
+from tierstore.cli.options import Cli
+from tierstore.cli.render import plain_table
+from tierstore.cli.terminal import Terminal
+from tierstore.errors import UsageError
+from tierstore.tiers.replica import open_replica
+from tierstore.units import format_size
+
+__all__ = ["export", "storage_options"]
+
+_SHOWN = 20
+
+
+def export(
+    cli: Cli,
+    ref: Annotated[str, typer.Argument(metavar="REF", help="RUN@12000, RUN@latest …; the run may be left out.")],
+    to: Annotated[str, typer.Argument(metavar="TO", help="A directory or URI (s3://…); with --format torch a file.")],
+    format: Annotated[str, typer.Option("--format", metavar="hf|dcp|torch", help="What is written.")] = "hf",
+    include: Annotated[list[str] | None, typer.Option("--include", metavar="GLOB", help="Only names like 'model.*'; repeatable.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Leave these names out; repeatable.")] = None,
+    strip: Annotated[str, typer.Option("--strip", metavar="PREFIX", help="Take this prefix off, e.g. 'model.'.")] = "",
+    rules: Annotated[str | None, typer.Option("--rules", metavar="FILE", help="Renaming rules (YAML).")] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="Cast floats to bfloat16, float16, float32, float64.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", metavar="SIZE", help="The longest file of tensors.")] = "5GB",
+    tied: Annotated[str, typer.Option("--tied", metavar="once|copy", help="Tied tensors: once, or under each name.")] = "once",
+    config_from: Annotated[
+        str | None, typer.Option("--config-from", metavar="DIR", help="Copy config.json, tokenizer … from there along.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in TO.")] = False,
+    budget: Annotated[str, typer.Option("--budget", metavar="SIZE", help="Memory for it; not for --format torch.")] = "256MiB",
+    option: Annotated[
+        list[str] | None, typer.Option("--option", metavar="K=V", help="An option of TO's storage, e.g. endpoint_url=…")
+    ] = None,
+) -> int:
+    """Export a checkpoint for other programs; reads only what is needed, in bounded memory."""
+    cli.refuse_names("export reads the nearest good copy")
+    from tierstore.state.export import ExportOptions, export_checkpoint  # torch: only this verb needs it
+
+    options: dict[str, Any] = {
+        "format": format,
+        "include": tuple(include or ()),
+        "exclude": tuple(exclude or ()),
+        "strip": strip,
+        "rules": rules,
+        "dtype": dtype,
+        "max_shard_size": max_shard_size,
+        "tied": tied,
+        "config_from": config_from,
+        "overwrite": overwrite,
+        "budget": budget,
+    }
+    wanted = ExportOptions(**options)
+    with cli.session() as session, _bar(cli.terminal) as progress:
+        _, info = find_checkpoint(session, ref)
+        replica = session.run(open_replica(session.tiers, info, run=session.run))
+        done = export_checkpoint(
+            replica,
+            session.run,
+            to,
+            wanted,
+            storage_options=storage_options(cli, to, option or []),
+            progress=progress,
+            dry_run=cli.options.dry_run,
+        )
+    table = plain_table("FILE", ("SIZE", "right"), ("TENSORS", "right"), fold=("FILE",))
+    for file in done.files:
+        cli.terminal.emit({"type": "file", "name": file.name, "nbytes": file.nbytes, "tensors": file.tensors})
+    shown = done.files if len(done.files) <= _SHOWN else (*done.files[: _SHOWN - 1], done.files[-1])
+    for file in shown:
+        table.add_row(file.name, format_size(file.nbytes), str(file.tensors) if file.tensors else "-")
+    cli.terminal.emit(
+        {
+            "type": "export",
+            "run": info.run,
+            "step": info.step,
+            "uri": done.uri,
+            "format": done.format,
+            "tensors": done.tensors,
+            "nbytes": done.nbytes,
+            "tied": done.tied,
+            "left_out": done.left_out,
+            "dry_run": cli.options.dry_run,
+        }
+    )
+    cli.terminal.show(table)
+    if len(shown) < len(done.files):
+        cli.terminal.show(Text(f"… {len(done.files) - len(shown):,} files are not shown", style="dim"))
+    if done.tied:
+        name, kept = next(iter(done.tied.items()))
+        what = "are one with another tensor" if done.format == "dcp" else "are left out, as they are tied"
+        cli.terminal.show(Text(f"{len(done.tied):,} names {what}: {name} is {kept}", style="dim"))
+    if done.left_out:
+        cli.terminal.show(Text(f"{len(done.left_out):,} stored tensors were not chosen", style="dim"))
+    did = "would write" if cli.options.dry_run else "wrote"
+    what = f"{done.tensors:,} tensors, {format_size(done.nbytes)} in {len(done.files):,} {'file' if len(done.files) == 1 else 'files'}"
+    cli.terminal.show(Text(f"{did} {info.run}@{info.step} as {done.format}: {what}, to {done.uri}"))
+    return 0
+
+
+def storage_options(cli: Cli, uri: str, given: list[str]) -> dict[str, Any]:
+    """The options of a storage at `uri`: those of a tier in the same place (bucket, host), and above them what ``--option`` gives.
+
+    Raises:
+        UsageError: An option has no value.
+    """
+    place = uri.split("/")[:3]
+    tiers = [tier for tier in cli.load().tiers if "://" in uri and tier.uri.split("/")[:3] == place]
+    options = dict(tiers[0].options) if tiers else {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise UsageError(f"--option {name!r} has no value", hint="write --option endpoint_url=http://127.0.0.1:9000")
+        options[name] = value
+    return options
+
+
+@contextmanager
+def _bar(terminal: Terminal) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on stderr while it lasts; nothing where stderr is no terminal or bars are not wanted."""
+    if not terminal.progress:
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(compact=True),
+    )
+    with RichProgress(*columns, console=terminal.err, transient=True) as bars:
+        task = bars.add_task("export", total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)

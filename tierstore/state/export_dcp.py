@@ -1,0 +1,230 @@
+"""A directory that stock torch.distributed.checkpoint loads: ``__0_<n>.distcp`` files of `torch.save` items, and ``.metadata``.
+
+Each item is a chunk of a tensor (large ones are cut along their first axes) or an object. How many bytes `torch.save` makes of a tensor
+depends on its dtype and shape only, so that the files' layout is known, and uploads can begin, before anything is read.
+"""
+
+from __future__ import annotations
+
+import bisect
+import io
+import logging
+import math
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from tierstore.format.dtypes import DTYPES
+from tierstore.state.bits import empty, torch_dtype
+from tierstore.state.boxes import Box, whole
+from tierstore.state.export_plan import ExportOptions, OutTensor, Plan
+from tierstore.state.export_source import WindowSource
+from tierstore.state.export_target import ExportTarget
+from tierstore.state.export_tree import Path
+from tierstore.state.reading import Fill, Reader, Run, fill_all
+from tierstore.state.views import fills_of
+
+__all__ = ["write_dcp"]
+
+log = logging.getLogger(__name__)
+
+METADATA_NAME = ".metadata"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Item:
+    """One chunk of a tensor, or one object (`data` is what `torch.save` made of it)."""
+
+    name: str
+    box: Box
+    tensor: OutTensor | None
+    data: bytes
+    nbytes: int
+
+
+def write_dcp(
+    target: ExportTarget,
+    reader: Reader,
+    run: Run,
+    plan: Plan,
+    objects: Mapping[str, Any],
+    paths: Mapping[str, Path],
+    options: ExportOptions,
+    on_bytes: Callable[[int], None],
+) -> None:
+    """Writes the files, then ``.metadata``.
+
+    Args:
+        target: Where to.
+        reader: The open checkpoint.
+        run: Runs a coroutine on its event loop.
+        plan: The tensors.
+        objects: What is not a tensor, by name.
+        paths: Where each name stands in the nested state; DCP needs it to rebuild one.
+        options: See `ExportOptions`.
+        on_bytes: Told how many bytes more are made.
+    """
+    files = list(_files(_items(plan, objects, options.window_nbytes), options.shard_nbytes))
+    target.begin()
+    infos: dict[str, list[tuple[Box, _StorageInfo]]] = {}
+    for number, items in enumerate(files):
+        name = f"__0_{number}.distcp"
+        begins = [0]
+        for item in items:
+            begins.append(begins[-1] + item.nbytes)
+            infos.setdefault(item.name, []).append((item.box, _StorageInfo(name, begins[-2], item.nbytes)))
+        maker = _Maker(items, begins, reader, run)
+        tensors = len({item.name for item in items if item.tensor is not None})
+        target.write(name, WindowSource(_cuts(begins, options.window_nbytes), maker.make, on_bytes), tensors)
+    target.drop_stale()
+    target.put(METADATA_NAME, pickle.dumps(_metadata(plan, objects, paths, infos)))
+
+
+def _items(plan: Plan, objects: Mapping[str, Any], limit: int) -> Iterator[_Item]:
+    measured: dict[tuple[str, tuple[int, ...]], int] = {}
+    for tensor in plan.tensors:
+        for box in _chunks(whole(tensor.shape), max(1, limit // 2 // DTYPES[tensor.dtype].itemsize)):
+            shape = tuple(len(r) for r in box)
+            if (tensor.dtype, shape) not in measured:
+                measured[tensor.dtype, shape] = _saved_nbytes(tensor.dtype, shape)
+            yield _Item(name=tensor.name, box=box, tensor=tensor, data=b"", nbytes=measured[tensor.dtype, shape])
+    for name, value in objects.items():
+        data = _saved(value)
+        yield _Item(name=name, box=(), tensor=None, data=data, nbytes=len(data))
+
+
+def _chunks(box: Box, limit: int) -> Iterator[Box]:
+    """Boxes of at most `limit` elements, cut along the first axes."""
+    count = math.prod(len(r) for r in box)
+    if count <= limit:
+        yield box
+        return
+    axis = next(i for i, r in enumerate(box) if len(r) > 1)
+    rows = max(1, limit // (count // len(box[axis])))
+    for begin in range(box[axis].start, box[axis].stop, rows):
+        yield from _chunks((*box[:axis], range(begin, min(begin + rows, box[axis].stop)), *box[axis + 1 :]), limit)
+
+
+def _files(items: Iterator[_Item], limit: int) -> Iterator[list[_Item]]:
+    group: list[_Item] = []
+    used = 0
+    for item in items:
+        if group and used + item.nbytes > limit:
+            yield group
+            group, used = [], 0
+        group.append(item)
+        used += item.nbytes
+    if group:
+        yield group
+
+
+def _cuts(begins: Sequence[int], limit: int) -> list[int]:
+    """Windows of whole items."""
+    cuts = [0]
+    for before, begin in pairwise(begins):
+        if begin - cuts[-1] > limit and before > cuts[-1]:
+            cuts.append(before)
+    return [*cuts, begins[-1]] if begins[-1] > cuts[-1] else cuts
+
+
+class _Counter(io.RawIOBase):
+    """Counts what is written."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        count = memoryview(data).nbytes
+        self.nbytes += count
+        return count
+
+
+def _saved_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    counter = _Counter()
+    torch.save(empty(shape, torch_dtype(dtype)), counter)  # the memory is never touched but for reading: it costs none
+    return counter.nbytes
+
+
+def _saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+class _Maker:
+    """Makes byte ranges that are whole items."""
+
+    def __init__(self, items: Sequence[_Item], begins: Sequence[int], reader: Reader, run: Run) -> None:
+        self._items = items
+        self._begins = begins
+        self._reader = reader
+        self._run = run
+
+    def make(self, begin: int, end: int) -> memoryview:
+        items = self._items[bisect.bisect_left(self._begins, begin) : bisect.bisect_left(self._begins, end)]
+        chunks: list[torch.Tensor] = []
+        fills: list[Fill] = []
+        for item in items:
+            if item.tensor is not None:
+                chunks.append(empty(tuple(len(r) for r in item.box), torch_dtype(item.tensor.dtype)))
+                fills.extend(fills_of(item.tensor.view, item.box, chunks[-1], self._reader.index.find))
+        fill_all(self._reader, self._run, fills)
+        buffer = io.BytesIO()
+        chunks.reverse()
+        for item in items:
+            before = buffer.tell()
+            if item.tensor is None:
+                buffer.write(item.data)
+            else:
+                # An archive of its own, as the reader takes each item for a file; made apart, so that its padding does not
+                # depend on where it lies.
+                buffer.write(_saved(chunks.pop()))
+            if buffer.tell() - before != item.nbytes:
+                raise RuntimeError(f"torch.save made {buffer.tell() - before} bytes of {item.name!r}, not {item.nbytes}")  # a fault of ours
+        return buffer.getbuffer()
+
+
+def _metadata(
+    plan: Plan, objects: Mapping[str, Any], paths: Mapping[str, Path], infos: Mapping[str, list[tuple[Box, _StorageInfo]]]
+) -> Metadata:
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    by_name = {tensor.name: tensor for tensor in plan.tensors}
+    names = [(tensor.name, tensor.name) for tensor in plan.tensors] + list(plan.tied.items())
+    for name, kept in names:  # a tied name leads to the same bytes
+        tensor = by_name[kept]
+        chunks = []
+        for number, (box, info) in enumerate(infos[kept]):
+            offsets = torch.Size([r.start for r in box])
+            chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size([len(r) for r in box])))
+            storage[MetadataIndex(name, offsets, number)] = info
+        described[name] = TensorStorageMetadata(
+            properties=TensorProperties(dtype=torch_dtype(tensor.dtype)), size=torch.Size(tensor.shape), chunks=chunks
+        )
+    for name in objects:
+        described[name] = BytesStorageMetadata()
+        storage[MetadataIndex(name)] = infos[name][0][1]
+    return Metadata(
+        state_dict_metadata=described,
+        planner_data={name: paths.get(name, (name,)) for name in described},
+        storage_data=storage,
+        storage_meta=StorageMeta(),
+        version="1.0.0",
+    )
