@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from tierstore.errors import FormatError, IncompleteError
 from tierstore.format.dtypes import DTYPES
@@ -200,7 +200,7 @@ def _paths(planned: Any, listed: Mapping[str, Any]) -> dict[str, tuple[str | int
     return dict(planned) if planned.keys() >= listed.keys() else {}
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= _MAX
 
 

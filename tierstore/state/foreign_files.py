@@ -1,0 +1,134 @@
+"""The files of a foreign checkpoint: where they lie, how long they are, and reading them. Nothing here is written, ever."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tierstore.errors import IncompleteError, NotFoundError, StorageError, UsageError
+from tierstore.names import check_relative, plain_uri
+from tierstore.storage.contract import FileInfo, Storage
+from tierstore.storage.opening import open_storage
+
+__all__ = ["ForeignFiles", "find_files"]
+
+_FILE_SUFFIXES = (".safetensors", ".json", ".pt", ".pth", ".bin", ".ckpt", ".distcp")
+_ROOT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignFiles:
+    """A folder of files. Names are relative to it; one that leads out of it is refused.
+
+    Attributes:
+        uri: As a person named it, without credentials.
+        storage: Where they lie; `prefix` is the folder within it, empty or ending in ``/``.
+        infos: What the folder's listing says, by name.
+        only: The one file that was named instead of a folder; empty where a folder was.
+    """
+
+    uri: str
+    storage: Storage
+    prefix: str = ""
+    infos: dict[str, FileInfo] = field(default_factory=dict)
+    only: str = ""
+
+    def path(self, name: str) -> str:
+        """The storage's path of a file.
+
+        Raises:
+            FormatError: The name leads out of the folder, or is none.
+        """
+        return self.prefix + check_relative(name)
+
+    async def nbytes(self, name: str, named_by: str = "") -> int:
+        """A file's length in bytes.
+
+        Args:
+            name: The file.
+            named_by: The file that says that it should be there, for the message.
+
+        Raises:
+            IncompleteError: It is missing.
+            FormatError: The name leads out of the folder.
+        """
+        path = self.path(name)
+        if name not in self.infos:
+            try:
+                self.infos[name] = await self.storage.stat(path)
+            except NotFoundError as error:
+                raise IncompleteError(
+                    f"{self.uri} lacks the file {name!r}" + (f", which {named_by} names" if named_by else ""),
+                    hint="the checkpoint is not whole: download or copy the missing file, then try again",
+                    file=name,
+                ) from error
+        return self.infos[name].nbytes
+
+    async def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        """Exactly `nbytes` bytes from `offset`; raises as `Storage.read` does."""
+        return await self.storage.read(self.path(name), offset, nbytes)
+
+    async def small(self, name: str, limit: int) -> bytes:
+        """A whole file.
+
+        Raises:
+            UsageError: It has more than `limit` bytes.
+        """
+        nbytes = await self.nbytes(name)
+        if nbytes > limit:
+            raise UsageError(f"{name} in {self.uri} has {nbytes:,} bytes; {limit:,} are allowed", hint="it can't be what its name says")
+        return await self.read(name, 0, nbytes)
+
+
+async def find_files(uri: Any, options: Mapping[str, Any] | None = None) -> ForeignFiles:
+    """Looks at a folder, or at one file of it.
+
+    Args:
+        uri: A path or a URI.
+        options: What its storage takes.
+
+    Raises:
+        NotFoundError: There is nothing.
+        ConfigError, StorageError: The storage can't be used.
+    """
+    text = plain_uri(uri).rstrip("/") or "/"
+    parent, _, name = text.rpartition("/")
+    named = bool(name) and not _ROOT.fullmatch(parent + "/")
+    if named and name.endswith(_FILE_SUFFIXES) and (found := await _one_file(text, parent, name, options)) is not None:
+        return found
+    storage, prefix = _folder(text, options)
+    listing = await storage.children(prefix.rstrip("/"))
+    infos = {info.path.removeprefix(prefix): info for info in listing.files}
+    if infos:
+        return ForeignFiles(uri=text, storage=storage, prefix=prefix, infos=infos)
+    await storage.close()
+    if named and (found := await _one_file(text, parent, name, options)) is not None:
+        return found
+    inside = f"; it has the folders {', '.join(sorted(listing.folders)[:5])}" if listing.folders else ""
+    raise NotFoundError(f"there is no checkpoint in {text}: no files{inside}", hint="name the folder or the file itself", uri=text)
+
+
+def _folder(text: str, options: Mapping[str, Any] | None) -> tuple[Storage, str]:
+    """The storage for a folder, and the folder within it.
+
+    The files in a snapshot of Hugging Face's cache are links to ``../../blobs``. A storage follows no link out of its root, so the
+    root is the repository's folder there.
+    """
+    parts = text.split("/")
+    if "://" not in text and len(parts) >= 3 and parts[-2] == "snapshots" and parts[-3].count("--"):
+        return open_storage("/".join(parts[:-2]), options), f"snapshots/{parts[-1]}/"
+    return open_storage(text, options), ""
+
+
+async def _one_file(text: str, parent: str, name: str, options: Mapping[str, Any] | None) -> ForeignFiles | None:
+    storage, prefix = _folder(parent or ("." if not text.startswith("/") else "/"), options)
+    try:
+        info = await storage.stat(prefix + name)
+    except (NotFoundError, StorageError) as error:
+        await storage.close()
+        if isinstance(error, NotFoundError) or isinstance(error.__cause__, IsADirectoryError | NotADirectoryError):
+            return None
+        raise
+    return ForeignFiles(uri=text, storage=storage, prefix=prefix, infos={name: info}, only=name)
