@@ -17,7 +17,7 @@ from tierstore.errors import FormatError
 from tierstore.format.objects_codecs import MAX_DEPTH, TAG, ObjectCodecs, Opaque, TensorRef
 from tierstore.format.objects_document import load_tree
 
-__all__ = ["decode_objects"]
+__all__ = ["decode_node", "decode_objects"]
 
 _DECIMAL = re.compile(r"-?[1-9][0-9]{15,1300}")
 _HEXADECIMAL = re.compile(r"-?0x[1-9a-f][0-9a-f]*")
@@ -39,10 +39,14 @@ def decode_objects(data: bytes, codecs: ObjectCodecs | None = None, *, lenient: 
         FormatError: Malformed, or an unknown tag; names the path in the state.
         VersionError: Written by a newer major version.
     """
-    tree = load_tree(data)
+    return decode_node(load_tree(data), codecs, lenient=lenient)
+
+
+def decode_node(node: Any, codecs: ObjectCodecs | None = None, *, lenient: bool = False) -> Any:
+    """Reads a part of an encoded tree; the arguments and errors of `decode_objects`."""
     decoder = _Decoder(codecs or ObjectCodecs(), lenient=lenient or codecs is None)
     try:
-        return decoder.value(tree)
+        return decoder.value(node)
     except RecursionError as error:
         raise decoder.error("is nested too deep for this thread's stack") from error
 

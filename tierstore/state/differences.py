@@ -22,15 +22,16 @@ A further name of a tied tensor is not unexpected where the tensor is loaded und
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 from tierstore.errors import StateMismatchError, UsageError
 from tierstore.state.paths import Place, name_of
+from tierstore.state.rank_values import RankValues
 
-__all__ = ["Differences", "LoadOptions", "selected"]
+__all__ = ["Differences", "LoadOptions", "selected", "unexpected_error"]
 
 _SHOWN = 20
 
@@ -45,6 +46,8 @@ class LoadOptions:
     dtype: Literal["exact", "cast"] = "exact"
     allow_missing: tuple[str, ...] = ()
     allow_unexpected: tuple[str, ...] = ()
+    ranks: Callable[[RankValues], Any] | None = None
+    """What another number of ranks gets of values that the saving ranks had each for itself; see `tierstore.state.rank_values`."""
 
     def __post_init__(self) -> None:
         allowed = {"missing": ("error", "keep"), "unexpected": ("error", "ignore"), "shape": ("error", "skip"), "dtype": ("exact", "cast")}
@@ -78,6 +81,11 @@ class Differences:
 
     def note(self, kind: Literal["missing", "unexpected", "shape", "dtype", "kind"], place: Place, detail: str) -> None:
         """Notes one, unless it is allowed or its place does not count."""
+        if self.counts(kind, place):
+            self._found[kind].append((name_of(place), detail))
+
+    def counts(self, kind: Literal["missing", "unexpected", "shape", "dtype", "kind"], place: Place) -> bool:
+        """Whether a difference of this kind is an error there."""
         name = name_of(place)
         options = self._options
         allowed = {
@@ -85,15 +93,18 @@ class Differences:
             "unexpected": options.unexpected == "ignore" or _any(name, options.allow_unexpected),
             "shape": options.shape == "skip",
         }
-        if selected(name, self._names) and not allowed.get(kind, False):
-            self._found[kind].append((name, detail))
+        return selected(name, self._names) and not allowed.get(kind, False)
 
-    def check(self) -> None:
-        """Raises StateMismatchError with all of them, if there are any; the names are in its context, by kind."""
+    def check(self, also_stored: Collection[str] = ()) -> None:
+        """Raises StateMismatchError with all of them, if there are any; the names are in its context, by kind.
+
+        Args:
+            also_stored: Names that are stored and not asked for, where that is no error: only looked at for the nearest to a missing one.
+        """
         total = sum(map(len, self._found.values()))
         if not total:
             return
-        unexpected = [name for name, _ in self._found["unexpected"]]
+        unexpected = [*(name for name, _ in self._found["unexpected"]), *sorted(also_stored)]
         lines: list[str] = []
         for kind, found in self._found.items():
             for name, detail in found:
@@ -119,6 +130,17 @@ def _hint(problems: dict[str, list[tuple[str, str]]]) -> str:
     if problems["unexpected"]:
         text += "; None in `into` (e.g. for an optimizer that has not stepped yet) takes what is stored, freshly loaded"
     return text
+
+
+def unexpected_error(names: Sequence[str]) -> StateMismatchError:
+    """The error for what is stored and that no rank asks for."""
+    lines = [f"unexpected {name}: no rank asks for it" for name in names[:_SHOWN]]
+    more = f"\n  ... and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return StateMismatchError(
+        f"the checkpoint and `into` of all ranks differ in {len(names):,} places; nothing was changed\n  " + "\n  ".join(lines) + more,
+        hint=_hint({"missing": [], "unexpected": [(name, "") for name in names], "shape": [], "dtype": []}),
+        unexpected=tuple(names),
+    )
 
 
 def _any(name: str, patterns: Sequence[str]) -> bool:

@@ -21,6 +21,7 @@ from tierstore.state.codecs import default_codecs
 from tierstore.state.load import LoadOptions, load_fresh, load_state, read_tree
 from tierstore.state.reading import Fill, Reader, Run, fill_all
 from tierstore.state.unflatten import MODULE_STATE, SPARSE, TENSOR, stored_tensors
+from tierstore.state.views import NamedView, fills_of
 
 __all__ = ["Checkpoint", "LazyTensor"]
 
@@ -30,7 +31,7 @@ class LazyTensor:
 
     __slots__ = ("_entry", "_reader", "_run")
 
-    def __init__(self, entry: TensorEntry, reader: Reader, run: Run) -> None:
+    def __init__(self, entry: TensorEntry | NamedView, reader: Reader, run: Run) -> None:
         self._entry = entry
         self._reader = reader
         self._run = run
@@ -78,7 +79,12 @@ class LazyTensor:
 
     def _read(self, box: Box) -> torch.Tensor:
         target = empty(tuple(len(r) for r in box), self.dtype)
-        fill_all(self._reader, self._run, [Fill(entry=self._entry, box=box, target=target)])
+        entry = self._entry
+        if isinstance(entry, NamedView):
+            fills = list(fills_of(entry.view, box, target, self._reader.index.find))
+        else:
+            fills = [Fill(entry=entry, box=box, target=target)]
+        fill_all(self._reader, self._run, fills)
         return target
 
     def __repr__(self) -> str:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tierstore.errors import IncompleteError, NotFoundError, StateMismatchError
 from tierstore.format.index import RoutingIndex
-from tierstore.format.objects import ObjectCodecs, decode_objects
+from tierstore.format.objects import ObjectCodecs, Opaque
+from tierstore.state.agreement import Agreement
 from tierstore.state.bits import empty, torch_dtype
 from tierstore.state.boxes import whole
 from tierstore.state.codecs import default_codecs
-from tierstore.state.differences import LoadOptions, selected
-from tierstore.state.matching import match
+from tierstore.state.differences import LoadOptions, selected, unexpected_error
+from tierstore.state.matching import Match, leaves, match
+from tierstore.state.paths import Place, name_of
+from tierstore.state.rank_trees import RankTrees
+from tierstore.state.rank_values import LazyValues, RankValues
 from tierstore.state.reading import Fill, Reader, Run, fill_all, same_values
-from tierstore.state.unflatten import check_tree, stored_tensors, unflatten
+from tierstore.state.together import asked_by_none, together
+from tierstore.state.unflatten import MODULE_STATE, stored_tensors, unflatten
 
 __all__ = ["LoadOptions", "load_fresh", "load_state", "read_tree"]
+
+log = logging.getLogger(__name__)
 
 
 def load_state(
@@ -28,8 +36,11 @@ def load_state(
     into: Any = None,
     options: LoadOptions | None = None,
     rank: int = 0,
+    world_size: int | None = None,
     codecs: ObjectCodecs | None = None,
     names: Sequence[str] | None = None,
+    ranks: Agreement | None = None,
+    what: str = "the load",
 ) -> Any:
     """Loads a state; every byte is proved by `Reader.read`.
 
@@ -39,47 +50,164 @@ def load_state(
         into: A state whose tensors are filled in place (their identity and memory stay; other devices, strides and, if allowed, dtypes
             too) and whose other values are replaced. None: a fresh state on the CPU; sharded tensors come back whole.
         options: What to do where `into` and the checkpoint differ; None: every difference is an error.
-        rank: Whose objects to load: counters, RNG states and tensors that are not sharded belong to a rank.
+        rank: Who loads: counters, RNG states and tensors that are not sharded belong to a rank; see `RankTrees`.
+        world_size: How many load together; None: as many as saved.
         codecs: Codecs for further types; None: torch's own.
         names: Globs over dotted names. With `into`: only these places are compared and loaded. Without: the result is a flat dict of these.
+        ranks: The ranks that make this call together: an error on one is raised on all, and what none of them asks for is unexpected.
+            None: this process decides alone.
+        what: What it is about, for messages.
 
     Returns:
         The state; `into` itself where it is given (a new tuple if it is a tuple that holds plain values).
 
     Raises:
-        StateMismatchError: `into` and the checkpoint differ, every difference in one error. Nothing was changed.
+        StateMismatchError: `into` and the checkpoint differ, every difference in one error. Nothing was changed, on no rank.
         IncompleteError, IntegrityError: Stored bytes are missing or wrong on every tier. Tensors of `into` may be partly filled.
+        RankError, DeadlineError: Other ranks failed, or did not come.
     """
-    codecs = codecs or default_codecs()
-    tree = read_tree(replica, run, rank)
-    if into is None:
-        if names is None:
-            return load_fresh(replica, run, tree, codecs)
-        wanted = [name for name in replica.index.names() if selected(name, names)]
-        if not wanted:
-            raise NotFoundError(f"no tensor of the checkpoint matches {list(names)}", hint="`tierstore tensors RUN@STEP` lists the names")
-        return _fresh_tensors(replica, run, wanted)
-    plan = match(into, tree, replica.index, options or LoadOptions(), names)
-    for first, second, place in plan.ties:
-        if not same_values(replica, run, first, second):
-            raise StateMismatchError(
-                f"`into` has one tensor where the checkpoint has two different ones: {first.name!r} and {second.name!r} (at {place}); "
-                "nothing was changed",
-                hint="untie the weights before loading, or load them by names=",
-            )
-    made = _fresh_tensors(replica, run, {t.base for node in plan.fresh for t in stored_tensors(node)}, plan.fills)
-    return plan.finish(lambda node: unflatten(node, made.__getitem__, codecs))
+    load = _Load(
+        replica, run, into, options or LoadOptions(), rank=rank, world_size=world_size, codecs=codecs or default_codecs(), names=names
+    )
+    if into is None and names is not None:
+        return together(ranks, what, load.named)[0]
+    _, left = together(ranks, f"{what}: comparing what is wanted with what is stored", lambda: load.compare(ranks is None), flag=bool)
+    if left and ranks is not None:
+        question = f"{what}: asking who wants what"
+        stored, unasked = together(ranks, question, load.unasked)[0]
+        unexpected = asked_by_none(ranks, question, stored, lambda: unasked)
+        if unexpected:
+            raise unexpected_error(unexpected)
+    return together(ranks, f"{what}: reading", load.finish)[0]
 
 
-def read_tree(replica: Reader, run: Run, rank: int) -> Any:
-    """The decoded tree of `rank`, with references for its tensors and tags left as they are."""
-    return check_tree(decode_objects(run(replica.objects(rank))))
+def read_tree(replica: Reader, run: Run, rank: int, world_size: int | None = None) -> Any:
+    """The decoded tree that `rank` of `world_size` loads, with references for its tensors and tags left as they are."""
+    return RankTrees(replica, run, rank=rank, world_size=world_size).tree()[0]
 
 
 def load_fresh(replica: Reader, run: Run, tree: Any, codecs: ObjectCodecs) -> Any:
     """Builds the state of `tree`; its tensors are new, each with memory of its own, but for ties and views."""
     made = _fresh_tensors(replica, run, {t.base for t in stored_tensors(tree)})
     return unflatten(tree, made.__getitem__, codecs)
+
+
+class _Load:
+    """One rank's load: first compared, then read."""
+
+    def __init__(
+        self,
+        replica: Reader,
+        run: Run,
+        into: Any,
+        options: LoadOptions,
+        *,
+        rank: int,
+        world_size: int | None,
+        codecs: ObjectCodecs,
+        names: Sequence[str] | None,
+    ) -> None:
+        self.replica, self.run = replica, run
+        self.into, self.options, self.names = into, options, names
+        self.rank, self.world_size = rank, world_size
+        self.codecs = codecs
+        self.trees: RankTrees
+        self.plan: Match
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """The tensors whose names match, and nothing else."""
+        wanted = [name for name in self.replica.index.names() if selected(name, self.names)]
+        if not wanted:
+            raise NotFoundError(
+                f"no tensor of the checkpoint matches {list(self.names or ())}", hint="`tierstore tensors RUN@STEP` lists the names"
+            )
+        return _fresh_tensors(self.replica, self.run, wanted)
+
+    def compare(self, alone: bool) -> bool:
+        """Plans; raises where the two differ. Returns whether something stored is not asked for by this rank."""
+        self.trees = RankTrees(self.replica, self.run, rank=self.rank, world_size=self.world_size)
+        tree, differing = self.trees.tree()
+        if self.into is None:
+            self.plan = Match(fresh=[tree], differing=set(differing), finish=lambda build: build(tree, ()))
+            return False
+        self.plan = self._match(tree, differing)
+        if self.plan.lacking and not (self.trees.changed or self.trees.alike):
+            self.plan = self._match(self.trees.united()[0])  # another rank's tree may have it: it moved here
+        if alone:
+            self.plan.check()
+        else:
+            self.plan.check_asked()
+        for first, second, place in self.plan.ties:
+            if not same_values(self.replica, self.run, first, second):
+                raise StateMismatchError(
+                    f"`into` has one tensor where the checkpoint has two different ones: {first.name!r} and {second.name!r} (at {place}); "
+                    "nothing was changed",
+                    hint="untie the weights before loading, or load them by names=",
+                )
+        return not alone and bool(self.plan.unasked())
+
+    def unasked(self) -> tuple[list[str], set[str]]:
+        """The names of all places of all saved ranks, the same list on every rank, and those that this rank leaves out."""
+        tree, _ = self.trees.united(self.trees.saved[0])
+        stored = sorted({name_of(place) for place in leaves(tree)})
+        return stored, set(stored) if self.into is None else self._match(tree).unasked()
+
+    def finish(self) -> Any:
+        """Reads everything, and puts it in its place."""
+        plan, hook = self.plan, self.options.ranks
+        made = _fresh_tensors(self.replica, self.run, {t.base for node in plan.fresh for t in stored_tensors(node)}, plan.fills)
+        if plan.differing and hook is None:
+            self._warn(plan.differing)
+        chosen: Mapping[Place, RankValues] = self._values(plan.differing) if plan.differing and hook is not None else {}
+        above = {place[:length] for place in chosen for length in range(len(place))}
+
+        def resolve(node: Any, place: Place) -> Any:
+            if hook is not None and place in chosen:
+                return hook(chosen[place])
+            return _at_places(node, place, resolve) if place in above else node
+
+        return plan.finish(lambda node, place: unflatten(resolve(node, place), made.__getitem__, self.codecs))
+
+    def _match(self, tree: Any, differing: Collection[Place] = ()) -> Match:
+        return match(self.into, tree, self.replica.index, self.options, self.names, differing)
+
+    def _values(self, places: Collection[Place]) -> dict[Place, RankValues]:
+        nodes = self.trees.values(frozenset(places))
+        return {
+            place: RankValues(
+                path=name_of(place),
+                values=LazyValues(tuple(found), lambda rank, found=found: load_fresh(self.replica, self.run, found[rank], self.codecs)),  # type: ignore[misc]
+                rank=self.rank,
+                world_size=self.world_size or len(self.trees.saved),
+                saved_world_size=len(self.trees.saved),
+            )
+            for place, found in nodes.items()
+        }
+
+    def _warn(self, places: Collection[Place]) -> None:
+        listed = sorted(name_of(place) for place in places)
+        some = ", ".join(listed[:20]) + (f" and {len(listed) - 20:,} more" if len(listed) > 20 else "")
+        log.log(
+            logging.WARNING if self.rank == 0 else logging.INFO,
+            "%d ranks saved values that differ between them, and %s load: rank %d takes over from saved rank %d: %s. "
+            "Decide what each rank gets with LoadOptions(ranks=...), e.g. ranks=tierstore.keep_modulo for just this",
+            len(self.trees.saved),
+            self.world_size,
+            self.rank,
+            self.trees.base,
+            some,
+        )
+
+
+def _at_places(node: Any, place: Place, change: Any) -> Any:
+    """A stored container with `change` applied to each of its items and their places."""
+    if isinstance(node, dict):
+        return type(node)((key, change(item, (*place, key))) for key, item in node.items())
+    if isinstance(node, list | tuple):
+        return type(node)(change(item, (*place, at)) for at, item in enumerate(node))
+    if isinstance(node, Opaque) and node.tag == MODULE_STATE:
+        return Opaque(node.tag, [change(node.value[0], place), node.value[1]])
+    return node
 
 
 def _fresh_tensors(replica: Reader, run: Run, names: Iterable[str], fills: Sequence[Fill] = ()) -> dict[str, torch.Tensor]:

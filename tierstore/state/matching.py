@@ -6,7 +6,7 @@ A checkpoint without a tree of its own (a flat dict of names) is matched by dott
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,35 +21,62 @@ from tierstore.state.differences import Differences, LoadOptions, selected
 from tierstore.state.guard import check_storable
 from tierstore.state.paths import Place, name_of, show
 from tierstore.state.reading import Fill
-from tierstore.state.sharded import chunk_of, is_dtensor
-from tierstore.state.unflatten import MODULE_STATE, SPARSE, TENSOR, StoredTensor, stored_tensors
+from tierstore.state.sharded import Piece, chunk_of, is_spread
+from tierstore.state.unflatten import MODULE_STATE, SPARSE, TENSOR, stored_tensors
 
-__all__ = ["Match", "match"]
+__all__ = ["Match", "leaves", "match"]
 
 
 @dataclass(slots=True, kw_only=True)
 class Match:
     """What to do: tensors to fill in place, subtrees to load fresh, and how to put the values in.
 
-    `finish` is called when everything is read; it takes the function that builds a subtree, changes `into` and returns it.
+    `finish` is called when everything is read; it takes the function that builds the subtree of a place, changes `into` and returns it.
+    `check` raises what is wrong with the match; nothing is raised before.
     """
 
     fills: list[Fill] = field(default_factory=list)
     fresh: list[Any] = field(default_factory=list)
+    lacking: bool = False
+    """The tree lacks something that `into` asks for (allowed or not)."""
+    differing: set[Place] = field(default_factory=set)
+    """The places that are loaded and whose values differ between the ranks that saved."""
     ties: list[tuple[TensorEntry, TensorEntry, str]] = field(default_factory=list)
     """Pairs of stored tensors that one tensor of `into` stands for; they must be equal. With the place, for the message."""
     finish: Callable[[Build], Any] = field(default=lambda build: None)
+    check: Callable[[], None] = field(default=lambda: None)
+    """Raises StateMismatchError for every difference that is not allowed, in one error, what is stored and not asked for among them."""
+    check_asked: Callable[[], None] = field(default=lambda: None)
+    """As `check`, but what is stored and not asked for is no difference: another rank may ask for it."""
+    unasked: Callable[[], set[str]] = field(default=set)
+    """The names of places that are stored, not asked for, and not allowed to be left out."""
 
 
-Build = Callable[[Any], Any]
+Build = Callable[[Any, Place], Any]
+"""Makes the value of a stored subtree and its place."""
 _Finish = Callable[[Build], Any]
 
 
-def match(into: Any, tree: Any, index: RoutingIndex, options: LoadOptions, names: Sequence[str] | None = None) -> Match:
-    """Plans the load of `tree` into `into`; changes nothing.
+def match(
+    into: Any,
+    tree: Any,
+    index: RoutingIndex,
+    options: LoadOptions,
+    names: Sequence[str] | None = None,
+    differing: Collection[Place] = (),
+) -> Match:
+    """Plans the load of `tree` into `into`; changes nothing. The caller calls one of the match's checks.
+
+    Args:
+        into: The wanted state.
+        tree: The stored tree.
+        index: The tensors.
+        options: What may differ.
+        names: Globs of the places that count; None: all.
+        differing: Places whose values differ between the ranks that saved `tree`. Where `options.ranks` is set, tensors there are built
+            and copied, not filled.
 
     Raises:
-        StateMismatchError: They differ in a way that `options` does not allow: every difference, in one error.
         UnsupportedTypeError: `into` holds a tensor that can't be filled (meta, quantised, freed).
     """
     if not isinstance(into, dict | list | tuple | torch.Tensor):
@@ -58,17 +85,22 @@ def match(into: Any, tree: Any, index: RoutingIndex, options: LoadOptions, names
             hint="pass e.g. {'model': model.state_dict(), 'optim': optimizer.state_dict(), 'step': 0}",
         )
     index.prepare(t.name for t in stored_tensors(tree) if selected(name_of(t.place), names))
-    planner = _Planner(tree, index, options, names)
-    planner.plan.finish = planner.visit(into, tree, ())
-    planner.check()
-    return planner.plan
+    planner = _Planner(tree, index, options, names, differing)
+    plan = planner.plan
+    plan.finish = planner.visit(into, tree, ())
+    plan.check = lambda: planner.check(into, unexpected=True)
+    plan.check_asked = lambda: planner.check(into, unexpected=False)
+    plan.unasked = planner.unasked
+    return plan
 
 
 _ABSENT = object()
 
 
 class _Planner:
-    def __init__(self, tree: Any, index: RoutingIndex, options: LoadOptions, names: Sequence[str] | None) -> None:
+    def __init__(
+        self, tree: Any, index: RoutingIndex, options: LoadOptions, names: Sequence[str] | None, differing: Collection[Place]
+    ) -> None:
         self.index = index
         self.options = options
         self.names = names
@@ -77,9 +109,11 @@ class _Planner:
         self.used: set[str] = set()
         self.matched = 0
         self.differences = Differences(options, names)
-        self.left: list[StoredTensor] = []
-        """Stored tensors that no place of `into` asks for."""
-        self.memory: dict[Any, TensorEntry] = {}
+        self.left: list[tuple[Place, Any]] = []
+        """Stored subtrees that no place of `into` asks for."""
+        self.differing = differing
+        self.above = {place[:length] for place in differing for length in range(len(place) + 1)}
+        self.memory: dict[Any, tuple[TensorEntry, tuple[int, ...]]] = {}
 
     # ---- the walk: each visit returns what makes the value of its place, later
 
@@ -140,6 +174,7 @@ class _Planner:
         if not self.wanted(place):
             return lambda build: into
         if node is _ABSENT:
+            self.plan.lacking = True
             self.note("missing", place, "is stored nowhere")
             return lambda build: into
         tensors = list(stored_tensors(node))
@@ -148,7 +183,8 @@ class _Planner:
             return lambda build: into
         self.matched += 1
         self.plan.fresh.append(node)
-        return lambda build: build(node)
+        self.note_differing(place)
+        return lambda build: build(node, place)
 
     def tensor(self, into: torch.Tensor, node: Any, place: Place) -> _Finish:
         keep: _Finish = lambda build: into  # noqa: E731
@@ -157,43 +193,51 @@ class _Planner:
         if node is _ABSENT and (found := self.by_name.get(name_of(place))) is not None:
             node = TensorRef(found)
         if node is _ABSENT:
+            self.plan.lacking = True
             self.note("missing", place, f"{dtype_name(into.dtype)} {list(into.shape)}")
             return keep
         if isinstance(node, Opaque) and node.tag == SPARSE:
             return self.sparse(into, node, place)
         name = node.name if isinstance(node, TensorRef) else node.value["ref"].name if _is_tensor(node) else None
-        if name is None or (into.layout is not torch.strided and not is_dtensor(into)):
+        if name is None or (into.layout is not torch.strided and not is_spread(into)):
             self.note("kind", place, f"is a {_layout(into)}tensor in `into`, stored as {_describe(node)}")
             return keep
         self.used.add(name)
         self.matched += 1
+        if self.note_differing(place) and self.options.ranks is not None:
+            return lambda build: _copied(into, build(node, place), place)
         self.fill(into, name, place)
         return keep
 
     def fill(self, into: torch.Tensor, name: str, place: Place) -> None:
         entry = self.find(name)
         shown = f"into{show(place).removeprefix('state')}"
-        if is_dtensor(into):
-            chunk = chunk_of(into, name_of(place), shown)
-            target, shape = chunk.tensor, chunk.global_shape
-            box = tuple(range(o, o + n) for o, n in zip(chunk.offsets, target.shape, strict=True))
+        if is_spread(into):
+            chunk = chunk_of(into, shown)
+            target, shape, pieces = chunk.tensor, chunk.global_shape, chunk.pieces
         else:
             target, shape = into.detach(), tuple(into.shape)
-            box = whole(shape)
-        check_storable(target if is_dtensor(into) else into, shown)
+            pieces = (Piece(tensor=target, offsets=(0,) * target.ndim),)
+        check_storable(target if is_spread(into) else into, shown)
         if shape != entry.shape:
             self.note("shape", place, f"is {list(shape)} in `into`, {list(entry.shape)} stored")
             return
         if dtype_name(target.dtype) != entry.dtype and not self.castable(entry, target, place):
             return
+        for piece in pieces:
+            self.fill_piece(piece, entry, place)
+
+    def fill_piece(self, piece: Piece, entry: TensorEntry, place: Place) -> None:
+        target = piece.tensor
         if any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)):
             self.note("kind", place, "is an expanded tensor in `into`: several of its elements are one place in memory")
             return
         if target.numel() == 0:
             return
         memory = (target.device, target.data_ptr(), target.shape, target.stride(), target.dtype)
-        before = self.memory.setdefault(memory, entry)
-        if before is entry:
+        before, offsets = self.memory.setdefault(memory, (entry, piece.offsets))
+        if before is entry and offsets == piece.offsets:
+            box = tuple(range(begin, begin + size) for begin, size in zip(piece.offsets, target.shape, strict=True))
             self.plan.fills.append(Fill(entry=entry, box=box, target=target))
         elif (before.dtype, before.extents) != (entry.dtype, entry.extents):  # tied in `into`, stored apart
             self.plan.ties.append((before, entry, name_of(place)))
@@ -228,13 +272,8 @@ class _Planner:
             return keep
         self.matched += 1
         self.plan.fresh.append(node)
-
-        def finish(build: Build) -> Any:
-            with torch.no_grad():
-                into.copy_(build(node))  # not on a detached twin: it has sparse components of its own
-            return into
-
-        return finish
+        self.note_differing(place)
+        return lambda build: _copied(into, build(node, place), place)
 
     # ---- differences
 
@@ -249,25 +288,73 @@ class _Planner:
                 f"the checkpoint's tree names the tensor {name!r}, its index does not", hint="run `tierstore verify`, or load another step"
             ) from error
 
+    def note_differing(self, place: Place) -> bool:
+        """Notes the places at or below `place` where the ranks that saved differ; whether there are any."""
+        if place not in self.above:
+            return False
+        self.plan.differing.update(p for p in self.differing if p[: len(place)] == place)
+        return True
+
     def unexpected(self, node: Any, place: Place) -> None:
-        tensors = list(stored_tensors(node, place))
-        self.left += tensors
-        if not tensors:
-            self.note("unexpected", place, _describe(node))
+        self.left.append((place, node))
 
     def note(self, kind: Literal["missing", "unexpected", "shape", "dtype", "kind"], place: Place, detail: str) -> None:
         self.differences.note(kind, place, detail)
 
-    def check(self) -> None:
-        for tensor in self.left:
-            if tensor.name not in self.used:  # else its values were loaded all the same: it is tied, or was found by name
-                self.note("unexpected", tensor.place, f"{self.index.dtype(tensor.name)} {list(self.index.shape(tensor.name))}")
-        self.differences.check()
-        if not self.matched and len(self.index):
+    def unasked(self) -> set[str]:
+        found: set[str] = set()
+        for place, node in self.left:
+            tensors = list(stored_tensors(node, place))
+            # A tensor that is used was loaded all the same: it is tied, or was found by name.
+            places = [t.place for t in tensors if t.name not in self.used] if tensors else leaves(node, place)
+            found.update(name_of(p) for p in places if self.differences.counts("unexpected", p))
+        return found
+
+    def check(self, into: Any, *, unexpected: bool) -> None:
+        if unexpected:
+            found = [(place, node, list(stored_tensors(node, place))) for place, node in self.left]
+            for place, node, tensors in found:
+                if not tensors:
+                    self.note("unexpected", place, _describe(node))
+            for tensor in (t for _, _, tensors in found for t in tensors):
+                if tensor.name not in self.used and self.differences.counts("unexpected", tensor.place):
+                    self.note("unexpected", tensor.place, f"{self.index.dtype(tensor.name)} {list(self.index.shape(tensor.name))}")
+            self.differences.check()
+        else:
+            self.differences.check(also_stored=self.unasked())
+        if not self.matched and len(self.index) and (unexpected or isinstance(into, torch.Tensor) or len(into)):
             raise StateMismatchError(
                 f"nothing of `into` is in the checkpoint, which has {len(self.index):,} tensors: nothing would be loaded",
                 hint="compare the names: `tierstore tensors RUN@STEP` lists them",
             )
+
+
+def leaves(node: Any, place: Place = ()) -> Iterator[Place]:
+    """The places of all tensors and values of a stored tree."""
+    if isinstance(node, Opaque) and node.tag == MODULE_STATE:
+        node = node.value[0]
+    if isinstance(node, dict) and node:
+        for key, item in node.items():
+            yield from leaves(item, (*place, key))
+    elif isinstance(node, list | tuple) and _deep(node):
+        for at, item in enumerate(node):
+            yield from leaves(item, (*place, at))
+    elif isinstance(node, Opaque) and node.tag == SPARSE:
+        yield from (t.place for t in stored_tensors(node, place))
+    else:
+        yield place
+
+
+def _copied(into: torch.Tensor, value: Any, place: Place) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor) or value.shape != into.shape:
+        found = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        raise StateMismatchError(
+            f"{name_of(place)} is a tensor of shape {list(into.shape)} in `into`; what LoadOptions.ranks made of it is {found}",
+            hint="return a tensor of that shape there",
+        )
+    with torch.no_grad():
+        into.copy_(value)  # not on a detached twin: a sparse one has components of its own
+    return into
 
 
 def _is_tensor(node: Any) -> bool:

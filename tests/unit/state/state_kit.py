@@ -54,6 +54,9 @@ class ImageReader:
     async def objects(self, rank: int) -> bytes:
         return self.trees[rank]
 
+    async def object_ranks(self) -> dict[int, int]:
+        return {rank: self.trees.index(tree) for rank, tree in enumerate(self.trees)}
+
     async def read(self, wants: Sequence[Want]) -> None:
         self.calls += 1
         for want in wants:
