@@ -1,0 +1,234 @@
+"""`TierStorageReader`: torch.distributed.checkpoint loads from a tierstore store, whichever door wrote the checkpoint.
+
+Each wanted box becomes byte ranges of the nearest tier that has them, coalesced over all items, read straight into the destination and
+proved by SHA-256. Objects are decoded by the typed codecs: nothing that came from storage is unpickled.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from tierstore.dcp.contents import Contents, contents_of, metadata_of
+from tierstore.dcp.place import moved, place_of
+from tierstore.errors import NotFoundError, StateMismatchError, UsageError
+from tierstore.format.objects import ObjectCodecs, decode_objects, object_ranks, split_objects
+from tierstore.names import OBJECTS, Reference
+from tierstore.state.bits import torch_dtype
+from tierstore.state.codecs import default_codecs
+from tierstore.state.load import load_fresh
+from tierstore.state.reading import Fill, fill_all
+from tierstore.state.unflatten import check_tree
+from tierstore.tier_uri import is_tier_uri
+from tierstore.tiers.catalog import scan
+from tierstore.tiers.replica import Replica, open_replica
+from tierstore.tiers.session import Session
+
+__all__ = ["TierStorageReader"]
+
+
+class TierStorageReader(StorageReader):
+    """Loads with ``torch.distributed.checkpoint.load`` from a store. Writes nothing to it; can be pickled at any time.
+
+    Args:
+        source: ``tier://[NAME]/[config.yaml/]RUN[/step-N | @REFERENCE]``, or a configuration in any form that `tierstore.open` takes; None:
+            the first ``checkpoint_id`` says it. Where no checkpoint is named, the latest is loaded.
+        run: The run, where `source` does not say it.
+        codecs: Codecs for the caller's own types.
+        allow_cast: Whether values of another dtype than the destination's are cast, as stock readers do without a word; else an error.
+        rank: Whose objects to load (counters, random states); None: this process's rank in the group that loads.
+
+    Raises:
+        UsageError: A malformed URI.
+        ConfigError: The configuration is wrong or missing.
+    """
+
+    def __init__(
+        self,
+        source: Any = None,
+        *,
+        run: str | None = None,
+        codecs: ObjectCodecs | None = None,
+        allow_cast: bool = False,
+        rank: int | None = None,
+    ) -> None:
+        self._place = None if source is None else place_of(source, run)
+        self._codecs = codecs
+        self.allow_cast = allow_cast
+        self._rank = rank
+        self._begin()
+
+    def _begin(self) -> None:
+        """What a process has for itself."""
+        self._session: Session | None = None
+        self._replica: Replica | None = None
+        self._contents: Contents | None = None
+        self._trees: dict[int, Any] = {}
+        self._own = -1
+        self._numbers: dict[int, int] = {}
+        self._pid = os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in ("_place", "_codecs", "allow_cast", "_rank")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """What the next load reads, as a ``tier://`` URI; None where nothing was named yet."""
+        return None if self._place is None else str(self._place)
+
+    # ---- StorageReader
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begins a load. `checkpoint_id`: a ``tier://`` URI, ``step-N``, N, ``latest`` …; options and configuration stay as they are."""
+        if checkpoint_id is not None:
+            before, self._place = self._place, moved(self._place, checkpoint_id)
+            if before is not None and before.config != self._place.config:
+                self.close()
+        self._replica = self._contents = None
+        self._trees = {}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the checkpoint holds, each tensor as one chunk.
+
+        Raises:
+            NotFoundError: No such run, step or tag.
+            IntegrityError: No tier has a good copy of its manifest, index or objects.
+        """
+        # Which rank this is within the loading group is told later; keys are the same for all but what only some ranks saved.
+        own = self._rank if self._rank is not None else kwargs.get("rank")
+        if own is None:
+            own = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        replica = self._open()
+        return metadata_of(self._look(own), replica.index, str(self._place))
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Learns which rank this is among those that load."""
+        self._look(self._rank if self._rank is not None else int(kwargs.get("rank", 0)))
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fills the planner's tensors and gives it its objects. Errors are in the future; nothing is filled where dtypes differ."""
+        future: Any = Future()  # torch's stub takes no exception
+        try:
+            self._read(plan, planner)
+        except Exception as error:  # noqa: BLE001 - boundary: the future carries it to DCP, which tells all ranks
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        done: Future[None] = future
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """True for ``tier://`` URIs only; a `Path` that was one raises UsageError."""
+        return is_tier_uri(checkpoint_id)
+
+    def close(self) -> None:
+        """Ends what the reader has open; the next load opens it again."""
+        session, pid = self._session, self._pid
+        self._begin()
+        if session is not None and pid == os.getpid():
+            session.close()
+
+    # ---- inside
+
+    def _open(self) -> Replica:
+        if self._place is None:
+            raise UsageError("the reader knows no checkpoint", hint="pass checkpoint_id='tier:///RUN/step-N', or TierStorageReader(…)")
+        if self._session is None or self._pid != os.getpid():
+            self._begin()
+            self._session = Session.open(self._place.config, create=False)
+        if self._replica is None:
+            wanted = self._place.reference or Reference(run="", selector="latest")
+            catalog = self._session.run(scan(self._session.tiers, self._place.run))
+            self._replica = self._session.run(open_replica(self._session.tiers, catalog.resolve(wanted)))
+        return self._replica
+
+    def _run(self) -> Any:
+        assert self._session is not None
+        return self._session.run
+
+    def _look(self, rank: int) -> Contents:
+        """The contents as `rank` sees them: its own tree first, then what only other ranks saved."""
+        if self._contents is not None and self._own == rank:
+            return self._contents
+        replica = self._open()
+        if not self._trees:
+            self._numbers, self._trees = _trees(self._run()(replica.document(OBJECTS)))
+        own = self._numbers.get(rank, self._numbers[sorted(self._numbers)[rank % len(self._numbers)]])
+        order = [own, *(number for number in self._trees if number != own)]
+        self._contents, self._own = contents_of([self._trees[number] for number in order]), rank
+        return self._contents
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        replica, contents = self._open(), self._contents
+        if contents is None:
+            raise UsageError("read_data before read_metadata", hint="DCP calls them in order; call reader.read_metadata() first")
+        objects = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
+        tensors = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
+        replica.index.prepare(contents.tensors[item.storage_index.fqn] for item in tensors)
+        filled: list[tuple[ReadItem, torch.Tensor]] = []
+        fills: list[Fill] = []
+        for item in tensors:
+            entry = replica.index.find(_known(contents.tensors, item))
+            target = planner.resolve_tensor(item)
+            filled.append((item, target))
+            box = tuple(range(begin, begin + length) for begin, length in zip(item.storage_offsets, item.lengths, strict=True))
+            fills.append(Fill(entry=entry, box=box, target=target.detach()))
+        if not self.allow_cast:
+            _check_dtypes(filled, fills)
+        fill_all(replica, self._run(), fills)
+        for item, target in filled:
+            planner.commit_tensor(item, target)
+        codecs = self._codecs or default_codecs()
+        for item in objects:
+            value = load_fresh(replica, self._run(), _known(contents.objects, item).node, codecs)
+            stream = io.BytesIO()
+            torch.save(value, stream)  # DCP's planners take an object as a pickle: this one is ours, of what the codecs decoded
+            stream.seek(0)
+            planner.load_bytes(item, stream)
+
+
+def _known(table: Any, item: ReadItem) -> Any:
+    key = item.storage_index.fqn
+    if key not in table:
+        raise NotFoundError(f"the checkpoint has no {item.type.name.lower()} {key!r}", hint="plan with the metadata of read_metadata()")
+    return table[key]
+
+
+def _check_dtypes(filled: list[tuple[ReadItem, torch.Tensor]], fills: list[Fill]) -> None:
+    wrong = {
+        item.dest_index.fqn: f"{item.dest_index.fqn} (stored {fill.entry.dtype}, wanted {str(target.dtype).removeprefix('torch.')})"
+        for (item, target), fill in zip(filled, fills, strict=True)
+        if target.dtype != torch_dtype(fill.entry.dtype)
+    }
+    if wrong:
+        shown = ", ".join(list(wrong.values())[:8]) + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else "")
+        raise StateMismatchError(
+            f"the dtypes of {len(wrong)} tensors differ: {shown}; nothing was changed",
+            hint="make the state with the stored dtypes, or cast on purpose: TierStorageReader(…, allow_cast=True)",
+        )
+
+
+def _trees(document: bytes) -> tuple[dict[int, int], dict[int, Any]]:
+    """Which tree each rank has, and the trees, each decoded once."""
+    numbers = object_ranks(document)
+    first = {number: rank for rank, number in reversed(numbers.items())}
+    return numbers, {number: check_tree(decode_objects(split_objects(document, rank))) for number, rank in sorted(first.items())}

@@ -1,0 +1,83 @@
+"""The stores that this process's writers have opened: one for each configuration, run and rank.
+
+torch pickles the writer for every save with the process executor, and trainers make a new one for every save: a `Store` of each writer's
+own would leave its background work behind each time. So a process keeps what its writers opened, until one of them is closed or the
+process ends (the store drains then). This is state of the process, as the background work itself is; a forked child begins with none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pickle
+import threading
+from dataclasses import dataclass, field
+
+from tierstore.config import StoreConfig
+from tierstore.errors import SaveError
+from tierstore.names import Attempt
+from tierstore.state.stage import StagedState
+from tierstore.store import Store
+from tierstore.tiers.ticket import Ticket
+
+__all__ = ["WriterStore", "close_stores", "shared_store"]
+
+Key = tuple[str, str, int, int]
+
+
+@dataclass(slots=True, kw_only=True)
+class WriterStore:
+    """A store, and the failures of saves that their callers were told of already: the store's next call is not to tell them again."""
+
+    store: Store
+    _told: set[tuple[str, int]] = field(default_factory=set)
+
+    def told(self, attempt: Attempt) -> None:
+        """Whoever saved `attempt` gets its failure from the call itself."""
+        self._told.add((attempt.run, attempt.step))
+
+    def submit(self, attempt: Attempt, staged: StagedState, *, metrics: dict[str, float], tags: tuple[str, ...], final: bool) -> Ticket:
+        """`Store.submit`, after failures that were told already are put aside."""
+        while True:
+            try:
+                self.store.raise_errors()
+            except SaveError as error:
+                if not self._knows(error):
+                    staged.release()
+                    raise
+                continue
+            return self.store.submit(attempt, staged, metrics=metrics, tags=tags, final=final)
+
+    def close(self) -> None:
+        """Drains and closes the store; raises its errors but those that were told already."""
+        try:
+            self.store.close()
+        except SaveError as error:
+            if not self._knows(error):
+                raise
+
+    def _knows(self, error: SaveError) -> bool:
+        return (error.context.get("run"), error.context.get("step")) in self._told
+
+
+_OPEN: dict[Key, WriterStore] = {}
+_LOCK = threading.Lock()
+
+
+def shared_store(config: StoreConfig, *, rank: int, world_size: int) -> tuple[Key, WriterStore]:
+    """This process's store for `config` (with its run) as `rank` of `world_size`; opened if it is not yet; errors as `tierstore.open`."""
+    key = (hashlib.sha256(pickle.dumps(config)).hexdigest(), config.run or "", rank, world_size)
+    with _LOCK:
+        known = _OPEN.get(key)
+        if known is None or not known.store.usable:
+            known = _OPEN[key] = WriterStore(store=Store(config, rank=rank, world_size=world_size))
+        return key, known
+
+
+def close_stores(keys: set[Key]) -> None:
+    """Closes the stores of `keys` that are still open; raises an error after all were closed."""
+    with _LOCK:
+        found = [_OPEN.pop(key) for key in sorted(keys) if key in _OPEN]
+    with contextlib.ExitStack() as closing:  # each is closed, whatever the others raise
+        for each in found:
+            closing.callback(each.close)

@@ -1,0 +1,412 @@
+"""`TierStorageWriter`: torch.distributed.checkpoint saves into a tierstore store.
+
+The coordinator names the attempt when it has everybody's plan, and its save id travels in the plans. Each rank copies what it writes into
+a staging image and hands that to its own background worker, as `Store.save` does; `finish` returns when the authority has committed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from tierstore.dcp.differing import differing
+from tierstore.dcp.own import own_state
+from tierstore.dcp.place import Place, moved, place_of
+from tierstore.dcp.stores import Key, WriterStore, close_stores, shared_store
+from tierstore.errors import DeadlineError, IncompleteError, SaveError, TierStoreError, UsageError
+from tierstore.format.objects import ObjectCodecs
+from tierstore.names import Attempt, shard_name
+from tierstore.state.agreement import Agreement
+from tierstore.state.codecs import default_codecs
+from tierstore.store import Store
+from tierstore.tier_uri import is_tier_uri
+from tierstore.tiers.ticket import Ticket
+
+__all__ = ["TierStorageWriter"]
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_KEPT = "tierstore:"
+"""Before a planner's key in torch's cache of final plans: where the last whole plan of that planner lies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Orders:
+    """What the coordinator tells a rank, in `SavePlan.storage_data`.
+
+    Attributes:
+        attempt: The attempt that all ranks save.
+        rank: The rank's place among those that save together.
+        world_size: How many these are.
+        reuse: The plan has not changed since this planner's last save: the rank takes the items that it had then.
+    """
+
+    attempt: Attempt
+    rank: int
+    world_size: int
+    reuse: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Save:
+    """One save under way in one thread."""
+
+    place: Place
+    local: Sequence[WriteItem] | None = None
+    orders: _Orders | None = None
+    ticket: Ticket | None = field(default=None, repr=False)
+
+
+class TierStorageWriter(StorageWriter, AsyncStager):
+    """Saves with ``torch.distributed.checkpoint.save`` and ``async_save`` into a store; a returned save is committed.
+
+    Use one writer for all saves of a run, and `close` it at the end: closing waits until every tier holds what it should. All ranks make it
+    alike. It can be pickled at any time. With ``async_save`` it is its own stager: each save gets memory of its own.
+
+    Args:
+        source: ``tier://[NAME]/[config.yaml/]RUN[/step-N]``, or a configuration in any form that `tierstore.open` takes; None: the first
+            ``checkpoint_id`` says it.
+        run: The run, where `source` does not say it.
+        store: A store to save into, in place of `source`; it stays the caller's to close. Its rank and world size must be the group's.
+        codecs: Codecs for the caller's own types; see `ObjectCodecs.register`.
+        metrics: Numbers that rank the checkpoints; the attribute may be set before each save.
+        tags: Labels of the checkpoints; likewise.
+        final: Marks the run's last checkpoint; likewise.
+
+    Raises:
+        UsageError: A malformed URI.
+        ConfigError: The configuration is wrong or missing.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(
+        self,
+        source: Any = None,
+        *,
+        run: str | None = None,
+        store: Store | None = None,
+        codecs: ObjectCodecs | None = None,
+        metrics: Mapping[str, float] | None = None,
+        tags: Sequence[str] = (),
+        final: bool = False,
+    ) -> None:
+        if store is not None and source is not None:
+            raise UsageError("a writer has a store or a source, not both", hint="pass store=… alone")
+        self._place = Place(config=store.config) if store is not None else None if source is None else place_of(source, run)
+        self.metrics = dict(metrics or {})
+        self.tags = tuple(tags)
+        self.final = final
+        self._codecs = codecs
+        self._begin(store)
+
+    def _begin(self, store: Store | None) -> None:
+        """What a process has for itself."""
+        self._given = None if store is None else WriterStore(store=store)
+        self._used: set[Key] = set()
+        self._current = threading.local()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in self.__dict__.items() if name not in ("_given", "_used", "_current")}
+        moved_here = getattr(self._current, "place", None)
+        return {**state, "_place": moved_here or self._place}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin(None)
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """Where the next save goes, as a ``tier://`` URI; None where nothing was named yet."""
+        place = getattr(self._current, "place", None) or self._place
+        return None if place is None else str(place)
+
+    # ---- StorageWriter
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begins a save. `checkpoint_id`: a ``tier://`` URI, ``step-N`` or N; options and configuration stay as they are."""
+        if checkpoint_id is not None:
+            self._place = self._current.place = moved(self._place, checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begins a save on this rank.
+
+        Raises:
+            UsageError: No step is known, or the ranks are to save without talking to each other.
+        """
+        place = getattr(self._current, "place", None) or self._place
+        if place is None:
+            raise UsageError("the writer knows no place to save to", hint="pass checkpoint_id='tier:///RUN/step-N'")
+        _ = place.step  # raises where none is known, before anybody plans
+        grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if not kwargs.get("use_collectives", True) and grouped:
+            raise UsageError(
+                "with use_collectives=False the ranks can't agree on a save id: each would save a checkpoint of its own share alone",
+                hint="leave use_collectives=True; or save without dcp: tierstore.open(…, rank=…, world_size=…).save(step, state)",
+            )
+        self._current.save = _Save(place=place)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Notes this rank's own items, before duplicates are taken out."""
+        self._saving().local = tuple(plan.items) if plan.usable else None
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Names the attempt and tells it to every rank, also to those whose plan has not changed."""
+        save = self._saving()
+        store = self._store(save.place, 0, len(plans)).store
+        attempt = store.new_attempt(save.place.step)
+        # A plan that torch's cache stands for would come back to its rank as it was last time, save id and all: it is sent as a usable
+        # one without items, and the rank puts its items back.
+        return [
+            replace(
+                plan,
+                items=plan.items if plan.usable else [],
+                usable=True,
+                storage_data=_Orders(attempt=attempt, rank=rank, world_size=len(plans), reuse=not plan.usable),
+            )
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Stages this rank's share and hands it on; done when it is on a tier. Errors are in the future, those of other ranks too."""
+        future: Any = Future()  # torch's stub takes no exception
+        try:
+            results = self._write(plan, planner)
+        except Exception as error:  # noqa: BLE001 - boundary: the future carries it to DCP, which tells all ranks
+            future.set_exception(error)
+        else:
+            future.set_result(results)
+        done: Future[list[WriteResult]] = future
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Returns when the checkpoint is committed.
+
+        Raises:
+            IncompleteError: Something that was planned was written by nobody.
+            SaveError, DeadlineError: It did not commit, or not within ``save.commit_timeout``.
+        """
+        save = self._saving()
+        if save.orders is None or save.ticket is None:
+            raise UsageError("finish without write_data on this rank", hint="DCP calls it on the coordinator, in the thread of the save")
+        store = self._store(save.place, save.orders.rank, save.orders.world_size)
+        with self._giving_up(store, save.orders, late=False):  # what is only late still commits
+            _check_written(metadata, results)
+            save.ticket.wait("committed", store.store.config.save.commit_timeout_s)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """True for ``tier://`` URIs only; a `Path` that was one raises UsageError."""
+        return is_tier_uri(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    # ---- AsyncStager
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copies the state into host memory that is this save's own; tensors that share memory still do. Safe to train on afterwards."""
+        shared = StagingOptions(use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False)
+        stager = DefaultStager(shared)  # one for each save: it would reuse its buffers
+        staged: Any = stager.stage(state_dict)
+        stager.close()
+        return dict(staged)
+
+    def synchronize_staging(self) -> None:
+        """Nothing: `stage` has copied when it returns."""
+
+    def close(self) -> None:
+        """Drains what this writer's saves left to do and closes its stores; the next save opens them again. A given store stays open.
+
+        Raises:
+            SaveError: A background save or promotion failed and was not reported before.
+        """
+        used, self._used = self._used, set()
+        close_stores(used)
+
+    # ---- inside
+
+    def _saving(self) -> _Save:
+        save: _Save | None = getattr(self._current, "save", None)
+        if save is None:
+            raise UsageError("no save is under way in this thread", hint="DCP calls set_up_storage_writer first")
+        return save
+
+    def _store(self, place: Place, rank: int, world_size: int) -> WriterStore:
+        if self._given is not None:
+            store = self._given.store
+            if (store.run, store.rank, store.world_size) != (place.run, rank, world_size):
+                raise UsageError(
+                    f"the given store is of run {store.run!r}, rank {store.rank} of {store.world_size}; "
+                    f"this save is of run {place.run!r}, rank {rank} of {world_size}",
+                    hint="open it with rank= and world_size= of the process group, or give the writer a configuration",
+                )
+            return self._given
+        key, store_of_all = shared_store(place.config, rank=rank, world_size=world_size)
+        self._used.add(key)
+        return store_of_all
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        save = self._saving()
+        orders = plan.storage_data
+        if not isinstance(orders, _Orders):
+            raise UsageError(
+                f"the plan carries no save id but {type(orders).__name__}",
+                hint="all ranks save with a TierStorageWriter, and planners keep SavePlan.storage_data",
+            )
+        attempt = save.place.run, save.place.step
+        if attempt != (orders.attempt.run, orders.attempt.step):
+            raise UsageError(
+                f"this rank saves {attempt[0]}@{attempt[1]}, the coordinator {orders.attempt.run}@{orders.attempt.step}",
+                hint="pass the same checkpoint_id on all ranks",
+            )
+        save.orders = orders
+        store = self._store(save.place, orders.rank, orders.world_size)
+        with self._giving_up(store, orders, late=True):
+            plan = _whole_plan(plan, planner, orders)
+            save.ticket = self._stage_and_submit(store, plan, planner, save, orders)
+        file = shard_name(orders.rank, orders.world_size)
+        sizes = (item.tensor_storage_size() or 0 for item in plan.items)
+        return [WriteResult(index=i.index, size_in_bytes=n, storage_data=file) for i, n in zip(plan.items, sizes, strict=True)]
+
+    def _stage_and_submit(self, store: WriterStore, plan: SavePlan, planner: SavePlanner, save: _Save, orders: _Orders) -> Ticket:
+        codecs = self._codecs or default_codecs()
+        what = f"the save of step {orders.attempt.step} of run {orders.attempt.run!r}"
+        agreement: Agreement | None = None
+        if orders.world_size > 1:
+            agreement = Agreement.named(
+                orders.attempt.save_id,
+                rank=orders.rank,
+                world_size=orders.world_size,
+                deadline_s=store.store.config.save.commit_timeout_s,
+            )
+        with _telling(agreement, what):
+            own = own_state(planner, plan, save.local)
+            prints = own.fingerprints() if agreement is not None else {}
+        different = frozenset[str]() if agreement is None else differing(agreement, what, prints)
+        with _telling(agreement, what):
+            share = own.share(rank=orders.rank, differing=different, codecs=codecs)
+            staged = store.store.stage_chunks(share.chunks, objects=share.objects, aliases=share.aliases)
+            ticket = store.submit(orders.attempt, staged, metrics=self.metrics, tags=self.tags, final=self.final)
+            _wait_staged(ticket, patience_s=store.store.config.save.patience_s, timeout_s=store.store.config.save.commit_timeout_s)
+        if agreement is not None:
+            agreement.agree(what, b"", lambda reports: b"")  # a rank that failed is known to all before anybody waits for a commit
+        return ticket
+
+    @contextlib.contextmanager
+    def _giving_up(self, store: WriterStore, orders: _Orders, *, late: bool) -> Iterator[None]:
+        """On an error the attempt is lost: the coordinator condemns it, so that no worker waits for it; who called is told by the error.
+
+        `late`: a deadline that passed is such an error too.
+        """
+        try:
+            yield
+        except Exception as error:
+            store.told(orders.attempt)
+            if orders.rank == 0 and (late or not isinstance(error, DeadlineError)):
+                reason = error.message if isinstance(error, TierStoreError) else f"{type(error).__name__}: {error}"
+                try:
+                    store.store.condemn(orders.attempt, f"a rank failed to write: {reason}")
+                except TierStoreError as further:
+                    log.warning("run=%s step=%d can't be condemned: %s", orders.attempt.run, orders.attempt.step, further.message)
+            raise
+
+
+def _whole_plan(plan: SavePlan, planner: SavePlanner, orders: _Orders) -> SavePlan:
+    """The plan with its items. Whole ones are kept beside torch's own copy in its cache, which ours, without items, would replace."""
+    cache: dict[str, SavePlan] = SavePlanner._cached_final_save_plan
+    key = getattr(planner, "_cached_plans_key", type(planner).__name__)
+    if orders.reuse:
+        kept = cache.get(_KEPT + key)
+        if kept is None:
+            raise UsageError(
+                "the planner's cache says that the plan has not changed, but this process never wrote it with a TierStorageWriter",
+                hint="don't change the writer's class while a planner caches plans: use another planner class for each",
+            )
+        cache[key] = kept
+        return replace(kept, storage_data=orders)
+    if isinstance(planner, DefaultSavePlanner) and planner._enable_plan_caching:
+        cache[_KEPT + key] = plan
+    return plan
+
+
+@contextlib.contextmanager
+def _telling(agreement: Agreement | None, what: str) -> Iterator[None]:
+    """An error of this rank reaches the others, who would wait for it else."""
+    try:
+        yield
+    except Exception as error:
+        if agreement is None:
+            raise
+        told = error if isinstance(error, TierStoreError) else SaveError(f"{type(error).__name__}: {error}")
+        with contextlib.suppress(TierStoreError):
+            agreement.fail(what, told)
+        raise
+
+
+def _wait_staged(ticket: Ticket, *, patience_s: float, timeout_s: float) -> None:
+    """Returns when this rank's share is on a tier.
+
+    Raises:
+        SaveError: It was given up, or no tier has taken it for `patience_s` seconds since the first refusal.
+        DeadlineError: Not within `timeout_s` seconds.
+    """
+    end = time.monotonic() + timeout_s
+    refused_at: float | None = None
+    while True:
+        left = end - time.monotonic()
+        try:
+            ticket.wait("staged", max(0.0, min(_POLL_S, left)))
+            return
+        except DeadlineError:
+            if left <= 0:
+                raise
+        if ticket.errors and refused_at is None:
+            refused_at = time.monotonic()
+        if refused_at is not None and time.monotonic() - refused_at > patience_s:
+            reason = ticket.errors[-1]
+            text = reason.message if isinstance(reason, TierStoreError) else str(reason)
+            raise SaveError(
+                f"no tier has taken step {ticket.attempt.step} of run {ticket.attempt.run!r} for {patience_s:g} s: {text}",
+                hint="bring a tier back or free space on one, and save again; save.patience is how long a save waits",
+                run=ticket.attempt.run,
+                step=ticket.attempt.step,
+            ) from reason
+
+
+def _check_written(metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    """What was planned was written: a rank's lost item must not become a checkpoint without it."""
+    written = {result.index for of_rank in results for result in of_rank}
+    planned: list[MetadataIndex] = []
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            planned += [MetadataIndex(fqn, chunk.offsets) for chunk in entry.chunks]
+        else:
+            planned.append(MetadataIndex(fqn))
+    missing = [index for index in planned if index not in written]
+    if missing:
+        shown = ", ".join(f"{index.fqn}{list(index.offset) if index.offset else ''}" for index in missing[:8])
+        raise IncompleteError(
+            f"{len(missing):,} of {len(planned):,} planned items were written by no rank: {shown}",
+            hint="the planner and its cache disagree: save again with a new planner",
+        )
