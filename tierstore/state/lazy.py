@@ -18,7 +18,7 @@ from tierstore.format.objects import ObjectCodecs, Opaque, TensorRef
 from tierstore.state.bits import empty, torch_dtype
 from tierstore.state.boxes import Box, whole
 from tierstore.state.codecs import default_codecs
-from tierstore.state.load import LoadOptions, load_fresh, load_state, read_tree
+from tierstore.state.load import LoadOptions, load_state, read_tree
 from tierstore.state.reading import Fill, Reader, Run, fill_all
 from tierstore.state.unflatten import MODULE_STATE, SPARSE, TENSOR, stored_tensors
 from tierstore.state.views import NamedView, fills_of
@@ -99,6 +99,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         run: Runs a coroutine on the event loop that `replica` lives on.
         codecs: Codecs for further types; None: torch's own.
         rank: Whose objects `objects` and `state` give.
+        world_size: How many load; where another number saved, objects are those of all ranks united. None: as many as saved.
         note: What the representation says of it beside its size.
         on_close: Ends what only this checkpoint uses; a store's checkpoints live as long as their store.
     """
@@ -110,6 +111,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         *,
         codecs: ObjectCodecs | None = None,
         rank: int = 0,
+        world_size: int | None = None,
         note: str = "",
         on_close: Callable[[], None] | None = None,
     ) -> None:
@@ -119,6 +121,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self._run = run
         self._codecs = codecs or default_codecs()
         self._rank = rank
+        self._world_size = world_size
         self._tree: Any = None
 
     def __getitem__(self, name: str) -> LazyTensor:
@@ -151,7 +154,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def state(self) -> Any:
         """Loads all of it into fresh tensors."""
-        return load_fresh(self.replica, self._run, self._read_tree(), self._codecs)
+        return self.load()
 
     def load(self, into: Any = None, *, options: LoadOptions | None = None, names: Sequence[str] | None = None) -> Any:
         """Loads it into fresh tensors, or into those that the caller has (sharded ones too: each rank reads its own part).
@@ -168,7 +171,16 @@ class Checkpoint(Mapping[str, LazyTensor]):
             StateMismatchError: `into` and the checkpoint differ; nothing was changed.
             IntegrityError: There are no good bytes.
         """
-        return load_state(self.replica, self._run, into=into, options=options, rank=self._rank, codecs=self._codecs, names=names)
+        return load_state(
+            self.replica,
+            self._run,
+            into=into,
+            options=options,
+            rank=self._rank,
+            world_size=self._world_size,
+            codecs=self._codecs,
+            names=names,
+        )
 
     def close(self) -> None:
         """Ends what only this checkpoint uses (of `tierstore.open_foreign`: its storage's clients); idempotent."""
@@ -183,7 +195,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def _read_tree(self) -> Any:
         if self._tree is None:
-            self._tree = read_tree(self.replica, self._run, self._rank)
+            self._tree = read_tree(self.replica, self._run, self._rank, self._world_size)
         return self._tree
 
     def __repr__(self) -> str:
