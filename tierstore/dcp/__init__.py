@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from tierstore.dcp.entry import async_save, disable_auto_detection, enable_auto_detection, load, save
+from tierstore.dcp.planners import TierLoadPlanner, TierSavePlanner
 from tierstore.dcp.reader import TierStorageReader
 from tierstore.dcp.writer import TierStorageWriter
 
-__all__ = ["TierStorageReader", "TierStorageWriter"]
+__all__ = [
+    "TierLoadPlanner",
+    "TierSavePlanner",
+    "TierStorageReader",
+    "TierStorageWriter",
+    "async_save",
+    "disable_auto_detection",
+    "enable_auto_detection",
+    "load",
+    "save",
+]

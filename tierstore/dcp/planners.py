@@ -1,0 +1,133 @@
+"""Planners that know tensors which say themselves where they lie in a global one, as torch 2.14's do (``CheckpointableTensor``).
+
+Such a tensor is a plain local one with four attributes: ``global_shape``; and per local shard ``global_offsets``, ``local_offsets`` and
+``local_sizes``. Torch before 2.14 takes it for a whole tensor. With merged leading dimensions (the local tensor has fewer than the
+global one) a shard is a run of local rows, viewed in its size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from tierstore.errors import StateMismatchError, UsageError
+
+__all__ = ["TierLoadPlanner", "TierSavePlanner"]
+
+_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
+
+class TierSavePlanner(DefaultSavePlanner):
+    """Torch's default planner, for ``CheckpointableTensor`` too."""
+
+    saves_values_as_they_are = True
+    """What `lookup_object` adds concerns tensors: objects are saved as the state has them."""
+
+    def create_local_plan(self) -> SavePlan:
+        """Plans the state; a tensor that tells its shards gives one item for each."""
+        told = {fqn: value for fqn, value in self.state_dict.items() if _tells(value)}
+        if not told:
+            return super().create_local_plan()
+        every = self.state_dict
+        self.state_dict = {fqn: _Shards(value) if fqn in told else value for fqn, value in every.items()}
+        try:
+            return super().create_local_plan()
+        finally:
+            self.state_dict = every
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict.get(index.fqn)
+        return _shard(value, index) if _tells(value) else super().lookup_object(index)
+
+
+class TierLoadPlanner(DefaultLoadPlanner):
+    """Torch's default planner, for ``CheckpointableTensor`` too."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plans the state; a tensor that tells its shards is filled shard by shard."""
+        told = {fqn: value for fqn, value in self.state_dict.items() if _tells(value)}
+        if not told:
+            return super().create_local_plan()
+        assert self.metadata is not None
+        every = self.state_dict
+        self.state_dict = {fqn: value for fqn, value in every.items() if fqn not in told}
+        try:
+            plan = super().create_local_plan()
+        finally:
+            self.state_dict = {**self.state_dict, **every}
+        for fqn, value in told.items():
+            stored = self.metadata.state_dict_metadata.get(fqn)
+            if stored is None and self.allow_partial_load:
+                continue
+            if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != tuple(value.global_shape):
+                what = f"a tensor of {list(stored.size)}" if isinstance(stored, TensorStorageMetadata) else "no tensor of that name"
+                raise StateMismatchError(
+                    f"{fqn!r} is part of a tensor of {list(value.global_shape)}; the checkpoint has {what}", hint="see `tierstore tensors`"
+                )
+            plan.items += create_read_items_for_chunk_list(fqn, stored, _chunks(value))
+        return plan
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        value = self.state_dict.get(index.fqn)
+        return _shard(value, index) if _tells(value) else super().lookup_tensor(index)
+
+
+class _Shards:
+    """Gives the planner the items of a tensor that tells its shards, by the hook that it asks every value for."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets, number),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties.create_from_tensor(self.tensor),
+                    size=torch.Size(self.tensor.global_shape),
+                ),
+            )
+            for number, chunk in enumerate(_chunks(self.tensor))
+        ]
+
+
+def _tells(value: Any) -> bool:
+    plain = isinstance(value, torch.Tensor) and not hasattr(value, "__create_write_items__")
+    return plain and all(hasattr(value, name) for name in _FIELDS)
+
+
+def _chunks(tensor: Any) -> list[ChunkStorageMetadata]:
+    offsets, sizes = tensor.global_offsets, tensor.local_sizes
+    if not len(offsets) == len(sizes) == len(tensor.local_offsets):
+        raise UsageError(
+            f"a tensor tells {len(offsets)} global offsets, {len(tensor.local_offsets)} local offsets and {len(sizes)} sizes",
+            hint="each local shard has one of each",
+        )
+    return [ChunkStorageMetadata(offsets=torch.Size(o), sizes=torch.Size(s)) for o, s in zip(offsets, sizes, strict=True)]
+
+
+def _shard(tensor: Any, index: MetadataIndex) -> torch.Tensor:
+    """The local shard that begins at `index.offset` of the global tensor, as a view."""
+    for begin, place, size in zip(tensor.global_offsets, tensor.local_offsets, tensor.local_sizes, strict=True):
+        if tuple(begin) == tuple(index.offset or ()):
+            return _view(tensor, place, size)
+    raise UsageError(
+        f"{index.fqn!r} has no local shard at {tuple(index.offset or ())}", hint="the tensor's shards changed while it was saved"
+    )
+
+
+def _view(tensor: torch.Tensor, place: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+    local = tensor.detach()
+    merged = len(size) - local.ndim
+    if merged > 0:
+        return local.narrow(0, place[0], math.prod(size[: merged + 1])).view(*size)
+    return local[tuple(slice(begin, begin + length) for begin, length in zip(place, size, strict=True))]
