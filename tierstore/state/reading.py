@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from tierstore.state.bits import as_bits, memory_of, tensor_over, torch_dtype
 from tierstore.state.boxes import Box, Read, intersect, reads_of
 from tierstore.tiers.reads import AnyWant, Handover, Want
 
-__all__ = ["Fill", "Reader", "Run", "deliver", "fill_all", "reads_for", "same_values"]
+__all__ = ["Fill", "Reader", "Run", "deliver", "fill_all", "read_wants", "reads_for", "same_values", "wants_of"]
 
 _PIECE_NBYTES = 16 << 20
 
@@ -62,13 +62,33 @@ def fill_all(reader: Reader, run: Run, fills: Sequence[Fill]) -> None:
         IncompleteError: A wished box has elements that no extent holds.
         IntegrityError: No tier has good bytes; from `Reader.read`.
     """
+    read_wants(reader, run, wants_of(fills, reader.index.block_nbytes))
+
+
+def wants_of(fills: Sequence[Fill], block_nbytes: int) -> list[AnyWant]:
+    """What to ask a reader for, so that every wish is filled; raises IncompleteError as `reads_for` does."""
     wants: list[AnyWant] = []
-    for fill in fills:
-        for read in reads_for(fill, reader.index.block_nbytes):
+    for fill in _stored(fills):
+        for read in reads_for(fill, block_nbytes):
             if read.strides is None:
                 wants.append(Want(read.file, read.offset, memory_of(read.target), fill.entry.name))
             else:
                 wants.append(Handover(read.file, read.offset, read.nbytes, _taker(read), fill.entry.name))
+    return wants
+
+
+def _stored(fills: Iterable[Fill]) -> Iterator[Fill]:
+    """The wishes as wishes for stored tensors: a renamed one (`views.NamedView`) says which parts of stored ones it is."""
+    for fill in fills:
+        parts = getattr(fill.entry, "parts", None)
+        if parts is None:
+            yield fill
+        else:
+            yield from _stored(Fill(entry=entry, box=box, target=target) for entry, box, target in parts(fill.box, fill.target))
+
+
+def read_wants(reader: Reader, run: Run, wants: Sequence[AnyWant]) -> None:
+    """Reads them, and sees to it that handovers are handed over, also by a reader that knows none; raises as `Reader.read`."""
     if wants:
         run(reader.read(wants))
     for want in wants:

@@ -92,6 +92,25 @@ class Replica:
         """The names of the tiers that it is read from, in that order."""
         return tuple(source.tier.name for source in self._sources)
 
+    @property
+    def identity(self) -> str:
+        """Names this checkpoint so that no other one has this name: run, folder, and the manifest's digest."""
+        return f"{self.info.run}/{self.info.attempt.folder} ({self.info.manifest_digest})"
+
+    def near_files(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The files that this node's own tiers should have, and those that lie on local file systems (shared ones too)."""
+        on_node: set[str] = set()
+        local: set[str] = set()
+        for source in self._sources:
+            if source.files is None and not source.expected:
+                continue  # there may be something, nobody promised it
+            files = self.index.file_names if source.files is None else source.files
+            if source.tier.scope == "node":
+                on_node.update(files)
+            if source.tier.storage.capabilities.local:
+                local.update(files)
+        return frozenset(on_node), frozenset(local)
+
     async def objects(self, rank: int = 0) -> bytes:
         """The encoded objects of one rank.
 
