@@ -9,6 +9,7 @@ import os
 import platform
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from types import TracebackType
@@ -21,12 +22,13 @@ from tierstore.config import StoreConfig, load_config
 from tierstore.errors import ClosedError, IntegrityError, TierStoreError, UsageError
 from tierstore.format.objects import ObjectCodecs
 from tierstore.names import Attempt, Reference, check_run, check_step, later_save_id, parse_reference
+from tierstore.state.agreement import Agreement
 from tierstore.state.codecs import default_codecs
-from tierstore.state.export import Exported, ExportOptions, export_checkpoint
+from tierstore.state.export import Exported, ExportOptions
 from tierstore.state.image import ImagePool
 from tierstore.state.lazy import Checkpoint
 from tierstore.state.load import LoadOptions, load_state
-from tierstore.state.ranks import from_rank_0
+from tierstore.state.ranks import JointSave, Ranks, rank_and_size, ranks_of
 from tierstore.state.stage import StagedState, stage
 from tierstore.state.stage_chunks import PlannedChunk, stage_chunks
 from tierstore.tiers.catalog import Catalog, CheckpointInfo, RecordCache, scan
@@ -61,8 +63,9 @@ def open(
     *,
     run: str | None = None,
     retention: Any = None,
-    rank: int = 0,
-    world_size: int = 1,
+    rank: int | None = None,
+    world_size: int | None = None,
+    process_group: Any = None,
     codecs: ObjectCodecs | None = None,
     clock: Clock | None = None,
 ) -> Store:
@@ -72,18 +75,21 @@ def open(
         source: A YAML file's path, a list of tier URIs (nearest first), a mapping, or a `StoreConfig`.
         run: The run's name, where the configuration does not give it.
         retention: A retention policy (a YAML file's path or a mapping) for the short form.
-        rank: This process's rank among those that save together.
-        world_size: How many processes save together; with several, torch.distributed's default process group is used to agree on
-            each save's id, and every rank calls `Store.save` in the same order.
+        rank: This process's rank among those that save together; by default its rank in the process group.
+        world_size: How many processes save together; by default the size of the process group, 1 where torch.distributed is not
+            initialised. ``rank=0, world_size=1`` is this process alone, whatever group it is in.
+        process_group: The processes that save, load and resume together, each making the same calls in the same order; by default the
+            default group. They agree through its rendezvous store, for at most ``save.agreement_timeout`` at a time.
         codecs: Codecs for the caller's own types; see `ObjectCodecs.register`.
         clock: For tests.
 
     Raises:
         ConfigError: The configuration is wrong; every mistake is named.
+        UsageError: `rank` and `world_size` are not those of the process group.
         AccessError, TemporaryError, NotFoundError: The authority can't be used (not writable, endpoint down, bucket missing).
     """
     config = source if isinstance(source, StoreConfig) else load_config(source, run=run, retention=retention)
-    return Store(config, rank=rank, world_size=world_size, codecs=codecs, clock=clock)
+    return Store(config, rank=rank, world_size=world_size, process_group=process_group, codecs=codecs, clock=clock)
 
 
 class Store:
@@ -93,13 +99,13 @@ class Store:
         self,
         config: StoreConfig,
         *,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
+        process_group: Any = None,
         codecs: ObjectCodecs | None = None,
         clock: Clock | None = None,
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise UsageError(f"rank {rank} is not within world_size {world_size}", hint="pass the rank and size of the process group")
+        rank, world_size = rank_and_size(rank, world_size, process_group)
         if config.run is None:
             raise UsageError("the store has no run", hint="pass run='NAME', set run: in the configuration, or TIERSTORE_RUN")
         self.config = config
@@ -113,6 +119,9 @@ class Store:
         self._worker = Worker(self._session, self.run, rank=rank)
         self._pool = ImagePool(self._image_directory(), max_nbytes=config.io.max_inflight)
         self._lock = threading.Lock()
+        self._process_group = process_group
+        self._ranks: Ranks | None = None
+        self._together = threading.Lock()
         self._last_save_id = ""
         self._last_save_at: float | None = None
         self._stall_s = 0.0
@@ -150,30 +159,63 @@ class Store:
             SaveError: An earlier save failed in the background (with ``save.on_error: raise``).
             UnsupportedTypeError: The state holds something that can't be stored; names its path. Nothing was written.
             TierFullError: The nearest tier can't take it; nothing was lost.
-            DeadlineError: The backlog rule is ``block``, memory is full, and no tier has taken what is in it for ``save.patience``.
+            DeadlineError: The backlog rule is ``block``, memory is full, and no tier has taken what is in it for ``save.patience``; or
+                other ranks did not come within ``save.agreement_timeout``, and are named.
+            RankError: Another rank can't save; it and its reason are named. Nothing was begun on any rank, and all of them raise.
         """
         self._check_usable()
-        step = check_step(step)
-        if if_exists not in ("supersede", "refuse"):
-            raise UsageError(f"if_exists is {if_exists!r}", hint="say 'supersede' or 'refuse'")
-        facts = self._facts(metrics, tags, final)
-        # Before anything that may fail on one rank alone, which would leave the others waiting in the broadcast.
-        save_id = from_rank_0(self._next_save_id(), rank=self.rank, world_size=self.world_size)
-        self._worker.raise_errors()
-        if if_exists == "refuse" and self._catalog().find(step) is not None:
-            raise UsageError(f"step {step} of run {self.run!r} is committed already", hint="use another step, or if_exists='supersede'")
-        if step in self._saved:
-            log.warning("run=%s step=%d is saved again: the new attempt supersedes %s once it commits", self.run, step, self._saved[step])
-        attempt = Attempt(run=self.run, step=step, save_id=save_id)
+        if self.world_size == 1:
+            return self._save(step, state, metrics, tags, final, if_exists, None)
+        with self._together:
+            return self._save(step, state, metrics, tags, final, if_exists, self._joint_ranks())
+
+    def _save(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, float] | None,
+        tags: Sequence[str] | None,
+        final: bool,
+        if_exists: str,
+        ranks: Ranks | None,
+    ) -> Ticket:
         began = self._clock.monotonic()
-        staged = stage(
-            state,
-            rank=self.rank,
-            world_size=self.world_size,
-            pool=self._pool,
-            codecs=self._codecs,
-            make_room=self._worker.make_room,
-        )
+
+        def propose() -> str:
+            if if_exists == "refuse" and self._catalog().find(step) is not None:
+                raise UsageError(f"step {step} of run {self.run!r} is committed already", hint="use another step, or if_exists='supersede'")
+            return self._next_save_id()
+
+        joint = None if ranks is None else JointSave(ranks, step, propose)
+        with nullcontext() if joint is None else joint.telling():
+            step = check_step(step)
+            if if_exists not in ("supersede", "refuse"):
+                raise UsageError(f"if_exists is {if_exists!r}", hint="say 'supersede' or 'refuse'")
+            facts = self._facts(metrics, tags, final)
+            self._worker.raise_errors()
+        save_id = propose() if joint is None else ""
+        try:
+            staged = stage(
+                state,
+                rank=self.rank,
+                world_size=self.world_size,
+                pool=self._pool,
+                codecs=self._codecs,
+                make_room=self._worker.make_room,
+                joint=joint,
+            )
+            attempt = Attempt(run=self.run, step=step, save_id=save_id if joint is None else joint.save_id)
+            if (before := self._saved.get(step)) is not None:
+                log.warning("run=%s step=%d is saved again: the new attempt supersedes %s once it commits", self.run, step, before)
+            ticket = self._submit(attempt, staged, facts)
+        except BaseException as error:
+            if joint is not None and joint.under_way:  # the others go on: this rank's part will never come
+                self._give_up(Attempt(run=self.run, step=step, save_id=joint.save_id), error)
+            raise
+        self._stall_s = ticket.stall_s = self._clock.monotonic() - began
+        return ticket
+
+    def _submit(self, attempt: Attempt, staged: StagedState, facts: Mapping[str, Any]) -> Ticket:
         try:
             job = SaveJob(
                 attempt=attempt,
@@ -190,11 +232,33 @@ class Store:
         except BaseException:
             staged.release()
             raise
-        self._stall_s = ticket.stall_s = self._clock.monotonic() - began
         with self._lock:
             self._last_save_at = self._clock.monotonic()
-            self._saved[step] = attempt.save_id
+            self._saved[attempt.step] = attempt.save_id
         return ticket
+
+    def _give_up(self, attempt: Attempt, error: BaseException) -> None:
+        try:
+            self.condemn(attempt, f"rank {self.rank} could not save its part: {type(error).__name__}: {error}")
+        except TierStoreError as failure:  # the caller's error is the one to raise; the others hear of it after save.commit_timeout
+            log.error("checkpoint=%s can't be condemned: %s", attempt.folder, failure.message)
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """How the ranks that share this store agree on small values, made at the first use; None for a process alone.
+
+        Raises:
+            UsageError: There is no process group, or it is not the one that the store was opened for.
+        """
+        self._check_usable()
+        return None if self.world_size == 1 else self._joint_ranks().agreement
+
+    def _joint_ranks(self) -> Ranks:
+        with self._lock:
+            if self._ranks is None:
+                timeout_s = self.config.save.agreement_timeout_s
+                self._ranks = ranks_of(self._process_group, rank=self.rank, world_size=self.world_size, deadline_s=timeout_s)
+            return self._ranks
 
     # ---- saving for doors that plan and stage for themselves
 
@@ -242,25 +306,11 @@ class Store:
         """
         self._check_usable()
         try:
-            job = SaveJob(
-                attempt=attempt,
-                rank=self.rank,
-                world_size=self.world_size,
-                shard=staged.source,
-                tensors=staged.tensors,
-                objects=staged.objects,
-                facts=self._facts(metrics, tags, final),
-                nbytes=staged.nbytes,
-                release=staged.release,
-            )
-            ticket = self._worker.submit(job)
+            facts = self._facts(metrics, tags, final)
         except BaseException:
             staged.release()
             raise
-        with self._lock:
-            self._last_save_at = self._clock.monotonic()
-            self._saved[attempt.step] = attempt.save_id
-        return ticket
+        return self._submit(attempt, staged, facts)
 
     def raise_errors(self) -> None:
         """Raises what went wrong in the background and no call has raised yet, as the next save would.
@@ -413,17 +463,8 @@ class Store:
             RefusedError: The target is not empty, and `ExportOptions.overwrite` is not set.
             IntegrityError: No tier has a good copy of something; what was written is removed.
         """
-        replica = self._replica(self._resolve(which))
-        return export_checkpoint(
-            replica,
-            self._session.run,
-            to,
-            options,
-            storage_options=storage_options,
-            codecs=self._codecs,
-            progress=progress,
-            dry_run=dry_run,
-        )
+        checkpoint = self.open_checkpoint(which)
+        return checkpoint.export(to, options, storage_options=storage_options, progress=progress, dry_run=dry_run)
 
     # ---- background work
 

@@ -18,7 +18,7 @@ from tierstore.format.objects import ObjectCodecs
 from tierstore.state.codecs import default_codecs
 from tierstore.state.export_config import companion_files, with_dtype
 from tierstore.state.export_hf import plan_files, write_hf
-from tierstore.state.export_plan import ExportOptions, Plan, chosen, plan_tensors
+from tierstore.state.export_plan import ExportOptions, Plan, plan_tensors
 from tierstore.state.export_target import ExportedFile, ExportTarget
 from tierstore.state.export_torch import load_tensors, torch_names, write_torch
 from tierstore.state.export_tree import Path, beyond, check_one_model, flat_tree, in_order
@@ -133,7 +133,7 @@ class _Export:
     def hugging_face(self, target: ExportTarget, tree: Any) -> Exported:
         if not self.options.selects:
             check_one_model(tree)
-        names = chosen(in_order(tree, self.reader.index), self.options)
+        names = self.options.choice.of(in_order(tree, self.reader.index))
         plan = plan_tensors(self.reader, names, self.options)
         files = plan_files(plan.tensors, self.options.shard_nbytes)
         target.check_empty()
@@ -150,7 +150,7 @@ class _Export:
 
         flat = flat_tree(tree, self.reader.index, self.load, self.codecs)
         tensors = {**flat.tensors, **{name: name for name in beyond(tree, self.reader.index)}}
-        picked = chosen([*tensors, *flat.objects], self.options)
+        picked = self.options.choice.of([*tensors, *flat.objects])
         names = {new: tensors[old] for new, old in picked.items() if old in tensors}
         plan = plan_tensors(self.reader, names, self.options)
         objects = {new: flat.objects[old] for new, old in picked.items() if old in flat.objects}

@@ -36,7 +36,6 @@ from tierstore.state.export_source import WindowSource
 from tierstore.state.export_target import ExportTarget
 from tierstore.state.export_tree import Path
 from tierstore.state.reading import Fill, Reader, Run, fill_all
-from tierstore.state.views import fills_of
 
 __all__ = ["write_dcp"]
 
@@ -141,14 +140,12 @@ def _cuts(begins: Sequence[int], limit: int) -> list[int]:
     return [*cuts, begins[-1]] if begins[-1] > cuts[-1] else cuts
 
 
-class _Counter(io.RawIOBase):
-    """Counts what is written."""
+class _Counter(io.BytesIO):
+    """Counts what is written, and keeps nothing."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.nbytes = 0
-
-    def writable(self) -> bool:
-        return True
 
     def write(self, data: Any) -> int:
         count = memoryview(data).nbytes
@@ -184,7 +181,7 @@ class _Maker:
         for item in items:
             if item.tensor is not None:
                 chunks.append(empty(tuple(len(r) for r in item.box), torch_dtype(item.tensor.dtype)))
-                fills.extend(fills_of(item.tensor.view, item.box, chunks[-1], self._reader.index.find))
+                fills.append(item.tensor.fill(self._reader, item.box, chunks[-1]))
         fill_all(self._reader, self._run, fills)
         buffer = io.BytesIO()
         chunks.reverse()

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
-from tierstore.errors import NotFoundError, UsageError
+from tierstore.errors import UsageError
 from tierstore.format.dtypes import DTYPES
+from tierstore.format.index import TensorEntry
 from tierstore.state.boxes import Box, whole
+from tierstore.state.choice import Choice
 from tierstore.state.reading import Fill, Reader
-from tierstore.state.renaming import parse_rules
-from tierstore.state.views import Piece, View, fills_of, stored_view
+from tierstore.state.renamed import chosen_views
+from tierstore.state.views import NamedView, Piece, View
 from tierstore.units import parse_size
 
-__all__ = ["ExportOptions", "OutTensor", "Plan", "boxes_of_range", "chosen", "flat_fills", "plan_tensors"]
+__all__ = ["ExportOptions", "OutTensor", "Plan", "boxes_of_range", "flat_fills", "plan_tensors"]
 
 CASTS = ("float64", "float32", "float16", "bfloat16")
 """What floating-point tensors can be cast to, and from. Smaller floats are quantised: without their scales a cast means nothing."""
@@ -65,15 +66,17 @@ class ExportOptions:
             if getattr(self, option) not in values:
                 listed = ", ".join(repr(v) for v in values if v is not None)
                 raise UsageError(f"export with {option}={getattr(self, option)!r}", hint=f"{option} is one of {listed}")
-        for option in ("include", "exclude"):
-            if isinstance(getattr(self, option), str):
-                raise UsageError(f"export with {option}={getattr(self, option)!r}", hint=f"write {option}=({getattr(self, option)!r},)")
+        _ = self.choice  # checks it
         if self.config_from is not None and self.format != "hf":
             raise UsageError(f"config_from goes with a Hugging Face directory, not with format {self.format!r}", hint="leave it out")
         if self.shard_nbytes < 1 << 20:
             raise UsageError(f"max_shard_size is {self.max_shard_size!r}", hint="give 1MiB or more, e.g. 5GB")
         if self.budget_nbytes < _MIN_BUDGET:
             raise UsageError(f"a budget of {self.budget!r} is too small", hint="give 32MiB or more")
+
+    @property
+    def choice(self) -> Choice:
+        return Choice(include=self.include, exclude=self.exclude, strip=self.strip)
 
     @property
     def shard_nbytes(self) -> int:
@@ -102,6 +105,11 @@ class OutTensor:
     view: View
     dtype: str
 
+    def fill(self, reader: Reader, box: Box, target: torch.Tensor) -> Fill:
+        """The wish that fills `target`, whose shape is the box's, with the part `box` of it."""
+        entry = NamedView(name=self.name, view=self.view, find=reader.index.find)
+        return Fill(entry=cast(TensorEntry, entry), box=box, target=target)
+
     @property
     def shape(self) -> tuple[int, ...]:
         return self.view.shape
@@ -119,27 +127,6 @@ class Plan:
     tied: Mapping[str, str] = field(default_factory=dict)
 
 
-def chosen(names: Sequence[str], options: ExportOptions) -> dict[str, str]:
-    """The names that are exported, after `strip`: new → stored.
-
-    Raises:
-        NotFoundError: None matches.
-        UsageError: A chosen name lacks the prefix that is to be stripped.
-    """
-    include = options.include or ((f"{options.strip}*",) if options.strip else ("*",))
-    found = [n for n in names if any(fnmatchcase(n, p) for p in include) and not any(fnmatchcase(n, p) for p in options.exclude)]
-    if not found:
-        raise NotFoundError(
-            f"nothing that is stored matches {', '.join(map(repr, include))}" + (" without what is excluded" if options.exclude else ""),
-            hint=f"`tierstore tensors REF` lists the names, e.g. {', '.join(map(repr, names[:3]))}",
-        )
-    if odd := next((name for name in found if not name.startswith(options.strip) or name == options.strip), None):
-        raise UsageError(
-            f"{odd!r} is chosen and does not begin with {options.strip!r}", hint="choose with include, or strip another prefix"
-        )
-    return {name[len(options.strip) :]: name for name in found}
-
-
 def plan_tensors(reader: Reader, names: Mapping[str, str], options: ExportOptions) -> Plan:
     """Applies rules, dtype and ties to chosen tensors.
 
@@ -151,13 +138,7 @@ def plan_tensors(reader: Reader, names: Mapping[str, str], options: ExportOption
     Raises:
         UsageError: The rules don't fit.
     """
-    index = reader.index
-    index.prepare(list(names.values()))
-    tensors = {new: stored_view(old, index.dtype(old), index.shape(old)) for new, old in names.items()}
-    if options.rules is not None:
-        tensors = parse_rules(options.rules).apply(tensors)
-        if not tensors:
-            raise UsageError("the rules leave no tensor", hint="correct `drop` and `others`")
+    tensors = chosen_views(reader.index, names, options.rules)
     canonical = _canonical(reader, {piece.tensor for view in tensors.values() for piece in view.pieces})
     first: dict[Any, str] = {}
     tied: dict[str, str] = {}
@@ -216,5 +197,5 @@ def flat_fills(reader: Reader, tensor: OutTensor, begin: int, target: torch.Tens
     for box in boxes_of_range(tensor.shape, begin, begin + target.numel()):
         shape = tuple(len(r) for r in box)
         count = math.prod(shape)
-        yield from fills_of(tensor.view, box, target[at : at + count].view(shape), reader.index.find)
+        yield tensor.fill(reader, box, target[at : at + count].view(shape))
         at += count

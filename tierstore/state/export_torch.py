@@ -13,13 +13,12 @@ from tierstore.errors import UnsupportedTypeError, UsageError
 from tierstore.format.objects import ObjectCodecs
 from tierstore.state.bits import empty, torch_dtype
 from tierstore.state.boxes import whole
-from tierstore.state.export_plan import ExportOptions, Plan, chosen
+from tierstore.state.export_plan import ExportOptions, Plan
 from tierstore.state.export_target import ExportTarget
 from tierstore.state.export_tree import beyond, in_order, plain_tree
 from tierstore.state.load import load_fresh
 from tierstore.state.reading import Fill, Reader, Run, fill_all
 from tierstore.state.unflatten import stored_tensors, unflatten
-from tierstore.state.views import fills_of
 
 __all__ = ["load_tensors", "torch_names", "write_torch"]
 
@@ -32,7 +31,7 @@ def torch_names(reader: Reader, tree: Any, options: ExportOptions) -> dict[str, 
         UsageError: Nothing was chosen, and the tree of the rank lacks tensors that other ranks have.
     """
     if options.selects:
-        return chosen(in_order(tree, reader.index), options)
+        return options.choice.of(in_order(tree, reader.index))
     if lost := beyond(tree, reader.index):
         raise UsageError(
             f"the state of rank {options.rank} lacks {len(lost):,} tensors that other ranks have, e.g. {lost[0]!r}",
@@ -73,7 +72,7 @@ def load_tensors(reader: Reader, run: Run, plan: Plan) -> dict[str, torch.Tensor
     fills: list[Fill] = []
     for tensor in plan.tensors:
         made[tensor.name] = empty(tensor.shape, torch_dtype(tensor.dtype))
-        fills.extend(fills_of(tensor.view, whole(tensor.shape), made[tensor.name], reader.index.find))
+        fills.append(tensor.fill(reader, whole(tensor.shape), made[tensor.name]))
     fill_all(reader, run, fills)
     return made
 

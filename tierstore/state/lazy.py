@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -17,11 +18,13 @@ from tierstore.format.index import TensorEntry
 from tierstore.format.objects import ObjectCodecs, Opaque, TensorRef
 from tierstore.state.bits import empty, torch_dtype
 from tierstore.state.boxes import Box, whole
+from tierstore.state.choice import Choice
 from tierstore.state.codecs import default_codecs
+from tierstore.state.export import Exported, ExportOptions, export_checkpoint
 from tierstore.state.load import LoadOptions, load_state, read_tree
 from tierstore.state.reading import Fill, Reader, Run, fill_all
+from tierstore.state.renamed import renamed_reader
 from tierstore.state.unflatten import MODULE_STATE, SPARSE, TENSOR, stored_tensors
-from tierstore.state.views import NamedView, fills_of
 
 __all__ = ["Checkpoint", "LazyTensor"]
 
@@ -31,7 +34,7 @@ class LazyTensor:
 
     __slots__ = ("_entry", "_reader", "_run")
 
-    def __init__(self, entry: TensorEntry | NamedView, reader: Reader, run: Run) -> None:
+    def __init__(self, entry: TensorEntry, reader: Reader, run: Run) -> None:
         self._entry = entry
         self._reader = reader
         self._run = run
@@ -79,12 +82,7 @@ class LazyTensor:
 
     def _read(self, box: Box) -> torch.Tensor:
         target = empty(tuple(len(r) for r in box), self.dtype)
-        entry = self._entry
-        if isinstance(entry, NamedView):
-            fills = list(fills_of(entry.view, box, target, self._reader.index.find))
-        else:
-            fills = [Fill(entry=entry, box=box, target=target)]
-        fill_all(self._reader, self._run, fills)
+        fill_all(self._reader, self._run, [Fill(entry=self._entry, box=box, target=target)])
         return target
 
     def __repr__(self) -> str:
@@ -180,6 +178,44 @@ class Checkpoint(Mapping[str, LazyTensor]):
             world_size=self._world_size,
             codecs=self._codecs,
             names=names,
+        )
+
+    def renamed(self, rules: Any, *, include: Sequence[str] = (), exclude: Sequence[str] = (), strip: str = "") -> Checkpoint:
+        """This checkpoint's tensors under other names, split, fused and permuted by `rules`; nothing is read but what is asked for.
+
+        What is not a tensor is not part of it.
+
+        Args:
+            rules: A YAML file's path, a list of rules, or a mapping with ``rules`` and ``others`` (see the guide on export).
+            include: Globs of the stored names that the rules see; empty: all.
+            exclude: Globs of those that they don't.
+            strip: A prefix to take off first; without `include` it chooses the names that have it.
+
+        Raises:
+            UsageError: The rules don't fit the tensors; names the rule and the tensor.
+        """
+        reader = renamed_reader(self.replica, rules, Choice(include=tuple(include), exclude=tuple(exclude), strip=strip))
+        return Checkpoint(reader, self._run, codecs=self._codecs, note=self._note, on_close=self._on_close)
+
+    def export(
+        self,
+        to: str | os.PathLike[str],
+        options: ExportOptions | None = None,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        dry_run: bool = False,
+    ) -> Exported:
+        """Writes it for other programs; see `Store.export`."""
+        return export_checkpoint(
+            self.replica,
+            self._run,
+            to,
+            options,
+            storage_options=storage_options,
+            codecs=self._codecs,
+            progress=progress,
+            dry_run=dry_run,
         )
 
     def close(self) -> None:

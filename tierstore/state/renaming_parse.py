@@ -152,12 +152,13 @@ class _Parser:
     def patterns(self, item: Mapping[Any, Any], *, several: bool) -> tuple[re.Pattern[str], ...]:
         given = item.get("match")
         listed = given if isinstance(given, list | tuple) else [given]
-        if not listed or not all(isinstance(text, str) for text in listed):
+        texts = [text for text in listed if isinstance(text, str)]
+        if not listed or len(texts) < len(listed):
             raise self.fail("match is no regular expression", "write e.g. match: 'model\\.(.*)'")
         if len(listed) > 1 and not several:
             raise self.fail("match is a list", "only `fuse` takes one, a pattern for each member; else use (a|b)")
-        found = []
-        for text in listed:
+        found: list[re.Pattern[str]] = []
+        for text in texts:
             try:
                 found.append(re.compile(text))
             except re.error as error:

@@ -14,9 +14,8 @@ import torch
 from tierstore.errors import UsageError
 from tierstore.format.index import TensorEntry
 from tierstore.state.boxes import Box, intersect, whole
-from tierstore.state.reading import Fill
 
-__all__ = ["Piece", "View", "fills_of", "joined", "parted", "stored_view"]
+__all__ = ["NamedView", "Piece", "View", "joined", "parted", "parts_of", "stored_view"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +116,37 @@ class View:
         return View(dtype=self.dtype, shape=(*self.shape[:axis], 1, *self.shape[axis:]), pieces=pieces)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedView:
+    """A view by a name of its own. Has what a load asks of an index's `TensorEntry`; its `extents` are compared only, to find ties.
+
+    Attributes:
+        name: Its name.
+        view: What it shows.
+        find: Gives a stored tensor's entry, as `Index.find` does.
+    """
+
+    name: str
+    view: View
+    find: Callable[[str], TensorEntry]
+
+    @property
+    def dtype(self) -> str:
+        return self.view.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.view.shape
+
+    @property
+    def extents(self) -> tuple[Piece, ...]:
+        return self.view.pieces
+
+    def parts(self, box: Box, target: torch.Tensor) -> Iterator[tuple[TensorEntry, Box, torch.Tensor]]:
+        """What fills `target` with the part `box` of it: boxes of stored tensors, and where each goes."""
+        return parts_of(self.view, box, target, self.find)
+
+
 def stored_view(name: str, dtype: str, shape: tuple[int, ...]) -> View:
     """A stored tensor as it is."""
     piece = Piece(tensor=name, box=whole(shape), axes=tuple(range(len(shape))), offsets=(0,) * len(shape))
@@ -204,8 +234,10 @@ def joined(views: Sequence[View], axis: int, *, heads: int = 1, stack: bool = Fa
     return View(dtype=first.dtype, shape=(*first.shape[:axis], at, *first.shape[axis + 1 :]), pieces=tuple(pieces))
 
 
-def fills_of(view: View, box: Box, target: torch.Tensor, find: Callable[[str], TensorEntry]) -> Iterator[Fill]:
-    """The wishes that fill `target` (strided, detached; its shape is the box's) with the part `box` of a view.
+def parts_of(
+    view: View, box: Box, target: torch.Tensor, find: Callable[[str], TensorEntry]
+) -> Iterator[tuple[TensorEntry, Box, torch.Tensor]]:
+    """What fills `target` (strided, detached; its shape is the box's) with the part `box` of a view.
 
     Args:
         view: The tensor.
@@ -225,7 +257,7 @@ def fills_of(view: View, box: Box, target: torch.Tensor, find: Callable[[str], T
         for axis in range(len(piece.box)):
             if axis not in named:
                 part = part.unsqueeze(axis)
-        yield Fill(entry=find(piece.tensor), box=piece.stored(inside), target=part)
+        yield find(piece.tensor), piece.stored(inside), part
 
 
 def _axis(view: View, axis: int, what: str) -> int:
