@@ -22,9 +22,11 @@ from tierstore.config import StoreConfig, load_config
 from tierstore.errors import ClosedError, IntegrityError, TierStoreError, UsageError
 from tierstore.format.objects import ObjectCodecs
 from tierstore.names import Attempt, Reference, check_run, check_step, later_save_id, parse_reference
+from tierstore.state.adopt import persist_shares, plan_adoption, share_job
 from tierstore.state.agreement import Agreement
 from tierstore.state.codecs import default_codecs
 from tierstore.state.export import Exported, ExportOptions
+from tierstore.state.foreign import Format, look_at
 from tierstore.state.image import ImagePool
 from tierstore.state.lazy import Checkpoint
 from tierstore.state.load import LoadOptions, load_state
@@ -259,6 +261,68 @@ class Store:
                 timeout_s = self.config.save.agreement_timeout_s
                 self._ranks = ranks_of(self._process_group, rank=self.rank, world_size=self.world_size, deadline_s=timeout_s)
             return self._ranks
+
+    def adopt(
+        self,
+        source: str | os.PathLike[str],
+        *,
+        step: int,
+        options: Mapping[str, Any] | None = None,
+        format: Format = "auto",
+        rename: Any = None,
+        shapes: Mapping[str, Any] | None = None,
+        skip_objects: bool = False,
+        link: bool = False,
+        metrics: Mapping[str, float] | None = None,
+        tags: Sequence[str] | None = None,
+        final: bool = False,
+        if_exists: Literal["supersede", "refuse"] = "supersede",
+    ) -> Ticket:
+        """Takes in a checkpoint that tierstore did not write, as a checkpoint of this run; the source is only read.
+
+        Safetensors files become shards as they are, hashed once; other tensors are streamed into new shards. Returns when all files but
+        the first are in; the first one, the commit and the further tiers follow in the background.
+
+        Args:
+            source: A folder or a file, as in `tierstore.open_foreign`; so are `options`, `format`, `shapes` and `skip_objects`.
+            step: The step that it will have.
+            rename: Renaming rules: a YAML file's path, a list or a mapping. Names only; rules that change values belong to an export.
+            link: Where the nearest tier is on the source's file system and can't share blocks with it, make hard links instead of
+                copies. Who changes the source's files in place later damages the checkpoint (`verify` finds it).
+            metrics: As in `save`; so are `tags`, `final` and `if_exists`.
+
+        Raises:
+            NotFoundError, FormatError, IncompleteError, UnsupportedTypeError: As `tierstore.open_foreign`; nothing was written.
+            UsageError: The rules don't fit, or the store is one of several ranks.
+            StorageError: No tier takes it; the attempt is condemned.
+        """
+        self._check_usable()
+        step = check_step(step)
+        if self.world_size > 1:
+            raise UsageError("a store of several ranks can't adopt", hint="open the store in one process, without rank and world_size")
+        if if_exists not in ("supersede", "refuse"):
+            raise UsageError(f"if_exists is {if_exists!r}", hint="say 'supersede' or 'refuse'")
+        facts = self._facts(metrics, tags, final)
+        self._worker.raise_errors()
+        if self._catalog().find(step) is not None and if_exists == "refuse":
+            raise UsageError(f"step {step} of run {self.run!r} is committed already", hint="use another step, or if_exists='supersede'")
+        session = self._session
+        foreign = session.run(look_at(source, options, format=format, shapes=shapes, skip_objects=skip_objects))
+        attempt = self.new_attempt(step)
+        try:
+            adoption = session.run(plan_adoption(foreign, rename=rename, link=link))
+            jobs = [
+                share_job(adoption, rank, attempt, facts, lambda: session.forget(foreign.close())) for rank in range(len(adoption.shares))
+            ]
+            try:
+                session.run(persist_shares(session, jobs[1:]))
+                return self._worker.submit(jobs[0])
+            except TierStoreError as error:
+                self.condemn(attempt, f"adopting {foreign.files.uri} failed: {error.message}")
+                raise
+        except BaseException:
+            session.forget(foreign.close())
+            raise
 
     # ---- saving for doors that plan and stage for themselves
 

@@ -59,6 +59,10 @@ class Foreign:
         """Reads its tensors in place."""
         return ForeignReader(files=self.files, index=self.index, places=self.places, tree=self.tree)
 
+    async def close(self) -> None:
+        """Ends the storage's clients."""
+        await self.files.storage.close()
+
 
 def open_foreign(
     uri: Any,

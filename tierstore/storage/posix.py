@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import threading
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 from tierstore.errors import DeadlineError, IntegrityError, TierStoreError, UsageError
 from tierstore.names import check_relative
+from tierstore.storage._clone import clone_file
 from tierstore.storage._direct import OpenFile
 from tierstore.storage._oserrors import free_nbytes, translate
 from tierstore.storage._publish import Tree, WritingFile, create_file
@@ -188,6 +190,21 @@ class PosixStorage:
                 moved.set()
 
         await _all([work() for _ in range(min(2 * self._n_threads, -(-nbytes // _PART_NBYTES)))], moved, self._deadline_s, full)
+
+    async def clone(self, path: str, origin: Path, *, hard: bool = False) -> FileInfo | None:
+        """Takes in a local file without copying its bytes; beyond the contract of storages.
+
+        Args:
+            path: The name here.
+            origin: The file.
+            hard: Make a hard link where the file system can't share blocks.
+
+        Returns:
+            What is there now; None where it can't be done, and nothing was.
+        """
+        full = self._full(path)
+        nbytes = await self._call("write", full, functools.partial(clone_file, hard=hard), self._tree, full, origin)
+        return None if nbytes is None else FileInfo(path=path, nbytes=nbytes)
 
     async def put(self, path: str, data: bytes) -> FileInfo:
         return await self.write(path, BytesSource(data))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from pathlib import Path
 
 from tierstore.errors import UsageError
 from tierstore.storage.bandwidth import Bandwidth
 from tierstore.storage.contract import Source, Storage
 
-__all__ = ["BytesSource", "CountingSource", "StorageSource", "ThrottledSource"]
+__all__ = ["BytesSource", "CountingSource", "LocalSource", "StorageSource", "ThrottledSource"]
 
 
 def _check(offset: int, nbytes: int, total: int) -> None:
@@ -57,6 +58,28 @@ class StorageSource:
         view = memoryview(mmap.mmap(-1, nbytes))  # given back to the system when the last view of it is gone
         await self._storage.read_into(self._path, offset, view)
         return view
+
+
+class LocalSource:
+    """A file of this machine, that a folder on the same file system can take in without copying it (`PosixStorage.clone`).
+
+    Args:
+        source: Its bytes, for whoever copies them after all.
+        origin: Its path.
+        hard: A hard link will do where blocks can't be shared: who changes the file in place later changes what was taken in.
+    """
+
+    def __init__(self, source: Source, origin: Path, *, hard: bool) -> None:
+        self._source = source
+        self.origin = origin
+        self.hard = hard
+
+    @property
+    def nbytes(self) -> int:
+        return self._source.nbytes
+
+    async def read(self, offset: int, nbytes: int) -> memoryview:
+        return await self._source.read(offset, nbytes)
 
 
 class ThrottledSource:

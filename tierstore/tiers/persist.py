@@ -12,13 +12,14 @@ from typing import Any
 
 from tierstore.clock import Clock
 from tierstore.crashpoints import reach
-from tierstore.errors import ConflictError, IntegrityError, UsageError
+from tierstore.errors import ConflictError, IntegrityError, TierFullError, UsageError
 from tierstore.format.digest import BLOCK_NBYTES, DIGEST_NBYTES, block_count, block_digests, digest_of
 from tierstore.format.index import FileEntry, TensorEntry, build_index
 from tierstore.format.part import Part, encode_part
 from tierstore.format.receipt import Receipt, decode_receipt, encode_receipt
 from tierstore.names import Attempt, part_name, shard_name
-from tierstore.storage.contract import Source, Storage
+from tierstore.storage.contract import FileInfo, Source, Storage
+from tierstore.storage.sources import LocalSource, StorageSource
 from tierstore.tiers.space import SAVE_RESERVE_NBYTES, check_space
 from tierstore.tiers.tier import Tier
 
@@ -163,12 +164,21 @@ async def persist(
         ConflictError: Another process wrote a different part for the same attempt and rank.
     """
     name, began = shard_name(rank, world_size), clock.monotonic()
-    await check_space(tier, shard.nbytes + len(objects), reserve_nbytes=reserve_nbytes)
 
     reach("persist.before-shard")
-    source = HashingSource(shard, block_nbytes)
+    written = await _taken_in(tier.storage, attempt.path(name), shard)
     try:
-        written = await tier.storage.write(attempt.path(name), source)
+        await check_space(tier, len(objects) + (shard.nbytes if written is None else 0), reserve_nbytes=reserve_nbytes)
+    except TierFullError:
+        if written is not None:
+            await tier.storage.delete([attempt.path(name)])
+        raise
+    source = HashingSource(shard if written is None else StorageSource(tier.storage, attempt.path(name), written.nbytes), block_nbytes)
+    try:
+        if written is None:
+            written = await tier.storage.write(attempt.path(name), source)
+        else:
+            await _pull(source, tier.storage.capabilities.part_nbytes)
         digests = await source.finish()
     finally:
         await source.settle()  # the image is recycled after this: no thread may look at it any more
@@ -203,6 +213,21 @@ async def persist(
     took_s = clock.monotonic() - began
     log.debug("tier=%s checkpoint=%s rank=%d nbytes=%d took_s=%.3f persisted", tier.name, attempt.folder, rank, shard.nbytes, took_s)
     return part
+
+
+async def _taken_in(storage: Storage, path: str, shard: Source) -> FileInfo | None:
+    """What a folder on the same file system says of a local file that it took in without copying it; None where it must be copied."""
+    clone = getattr(storage, "clone", None)
+    if not isinstance(shard, LocalSource) or clone is None:
+        return None
+    taken: FileInfo | None = await clone(path, shard.origin, hard=shard.hard)
+    return taken
+
+
+async def _pull(source: Source, part_nbytes: int) -> None:
+    """Reads all of a source, as a storage that writes it would."""
+    for offset in range(0, source.nbytes, part_nbytes):
+        await source.read(offset, min(part_nbytes, source.nbytes - offset))
 
 
 async def _leave_receipt(storage: Storage, attempt: Attempt, *, rank: int, world_size: int, digest: str) -> None:

@@ -94,6 +94,13 @@ class Session:
             self._check_open()
         return self.loop.submit(coro)
 
+    def forget(self, coro: Coroutine[Any, Any, None]) -> None:
+        """Starts a clean-up on the session's loop, that nobody waits for; where the session is closed, there is nothing left to clean."""
+        try:
+            self.submit(coro)
+        except ClosedError:
+            log.debug("the session was closed first")
+
     def close(self) -> None:
         """Ends the storages' clients and the loop; idempotent."""
         with self._lock:
