@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from tierstore.clock import Clock
 from tierstore.config_models import StoreConfig
-from tierstore.errors import ClosedError, DeadlineError, LockedError, TierStoreError
+from tierstore.errors import AccessError, ClosedError, DeadlineError, LockedError, TierStoreError
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.engine import Engine
 from tierstore.tiers.jobs import PendingCopy, SaveJob, WorkerOptions, worker_options
@@ -127,21 +127,20 @@ class Worker:
     def adopt(self) -> ReconcileReport | None:
         """Commits what a dead process left complete on this node, then lets the background work go on with the rest.
 
-        Failures are logged, not raised: what can't be committed now is tried again in the background.
-
         Returns:
-            What was done; None where another process on this node is at it.
+            What was done, and what failed: that is tried again in the background. None where another process on this node is at it, or
+            the lock can't be had.
+
+        Raises:
+            StorageError: What an earlier process left can't be looked at.
         """
         self._check_usable()
         tiers = self._start().tiers
         work = reconcile(tiers, self.run, clock=self._session.clock, commit_only=True, lock=self._run_lock(tiers), wait_s=_ADOPT_WAIT_S)
         try:
             report = self._session.run(work)
-        except LockedError as error:
+        except (LockedError, AccessError) as error:
             log.warning("%s", error.message)
-            return None
-        except TierStoreError as error:
-            log.warning("run=%s what an earlier process left can't be looked at: %s", self.run, error.message)
             return None
         self._call(lambda engine: engine.kick())
         return report
