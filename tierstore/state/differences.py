@@ -48,9 +48,18 @@ class LoadOptions:
     allow_unexpected: tuple[str, ...] = ()
     ranks: Callable[[RankValues], Any] | None = None
     """What another number of ranks gets of values that the saving ranks had each for itself; see `tierstore.state.rank_values`."""
+    exchange: Literal["auto", "off"] = "auto"
+    """``auto``: where several ranks load together, what more than one of them needs is read from afar once and sent to the others. ``off``:
+    each reads for itself. The same on all ranks."""
 
     def __post_init__(self) -> None:
-        allowed = {"missing": ("error", "keep"), "unexpected": ("error", "ignore"), "shape": ("error", "skip"), "dtype": ("exact", "cast")}
+        allowed = {
+            "missing": ("error", "keep"),
+            "unexpected": ("error", "ignore"),
+            "shape": ("error", "skip"),
+            "dtype": ("exact", "cast"),
+            "exchange": ("auto", "off"),
+        }
         for option, values in allowed.items():
             if getattr(self, option) not in values:
                 raise UsageError(

@@ -15,7 +15,7 @@ import platform
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ _SLOWEST = 4 << 20
 """A rank that moves fewer bytes per second than this is taken for hung, at the end of a load, once the deadline is over as well."""
 
 
+@runtime_checkable
 class SharedReader(Reader, Protocol):
     """What an exchange needs of an open checkpoint; `tiers.replica.Replica` is one."""
 

@@ -198,7 +198,7 @@ def _pieces(needs: Sequence[Needs], near: npt.NDArray[np.bool_], file_nbytes: In
     order = np.lexsort((owners, rows))
     rows, owners = rows[order], owners[order]
     files = cuts[rows] // stride
-    asks = ~near[owners, files] if len(rows) else np.empty(0, dtype=bool)
+    asks: npt.NDArray[np.bool_] = np.logical_not(near[owners, files])
     nbytes = np.minimum((cuts[rows + 1] - files * stride) * block_nbytes, file_nbytes[files]) - (cuts[rows] - files * stride) * block_nbytes
     loads = np.bincount(owners, weights=nbytes, minlength=len(needs)).astype(np.int64)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from tierstore.state.bits import empty, torch_dtype
 from tierstore.state.boxes import whole
 from tierstore.state.codecs import default_codecs
 from tierstore.state.differences import LoadOptions, selected, unexpected_error
+from tierstore.state.exchange import BUDGET_NBYTES, Exchange, SharedReader
 from tierstore.state.matching import Match, leaves, match
 from tierstore.state.paths import Place, name_of
 from tierstore.state.rank_trees import RankTrees
@@ -27,6 +30,9 @@ from tierstore.state.unflatten import MODULE_STATE, stored_tensors, unflatten
 __all__ = ["LoadOptions", "load_fresh", "load_state", "read_tree"]
 
 log = logging.getLogger(__name__)
+
+Filler = Callable[[Sequence[Fill]], None]
+"""Reads all wishes."""
 
 
 def load_state(
@@ -41,6 +47,7 @@ def load_state(
     names: Sequence[str] | None = None,
     ranks: Agreement | None = None,
     what: str = "the load",
+    exchange_nbytes: int = BUDGET_NBYTES,
 ) -> Any:
     """Loads a state; every byte is proved by `Reader.read`.
 
@@ -57,6 +64,7 @@ def load_state(
         ranks: The ranks that make this call together: an error on one is raised on all, and what none of them asks for is unexpected.
             None: this process decides alone.
         what: What it is about, for messages.
+        exchange_nbytes: Memory for bytes that `ranks` exchange, in bytes; see `exchange.Exchange`.
 
     Returns:
         The state; `into` itself where it is given (a new tuple if it is a tuple that holds plain values).
@@ -69,6 +77,8 @@ def load_state(
     load = _Load(
         replica, run, into, options or LoadOptions(), rank=rank, world_size=world_size, codecs=codecs or default_codecs(), names=names
     )
+    if ranks is not None and ranks.world_size > 1 and load.options.exchange == "auto" and isinstance(replica, SharedReader):
+        load.filling = functools.partial(_exchanged, ranks, f"{what}: exchanging", exchange_nbytes, replica, run)
     if into is None and names is not None:
         return together(ranks, what, load.named)[0]
     _, left = together(ranks, f"{what}: comparing what is wanted with what is stored", lambda: load.compare(ranks is None), flag=bool)
@@ -88,7 +98,7 @@ def read_tree(replica: Reader, run: Run, rank: int, world_size: int | None = Non
 
 def load_fresh(replica: Reader, run: Run, tree: Any, codecs: ObjectCodecs) -> Any:
     """Builds the state of `tree`; its tensors are new, each with memory of its own, but for ties and views."""
-    made = _fresh_tensors(replica, run, {t.base for t in stored_tensors(tree)})
+    made = _fresh_tensors(replica.index, functools.partial(fill_all, replica, run), {t.base for t in stored_tensors(tree)})
     return unflatten(tree, made.__getitem__, codecs)
 
 
@@ -111,17 +121,19 @@ class _Load:
         self.into, self.options, self.names = into, options, names
         self.rank, self.world_size = rank, world_size
         self.codecs = codecs
+        self.filling: Callable[[], AbstractContextManager[Filler]] = lambda: nullcontext(functools.partial(fill_all, replica, run))
         self.trees: RankTrees
         self.plan: Match
 
     def named(self) -> dict[str, torch.Tensor]:
         """The tensors whose names match, and nothing else."""
-        wanted = [name for name in self.replica.index.names() if selected(name, self.names)]
-        if not wanted:
-            raise NotFoundError(
-                f"no tensor of the checkpoint matches {list(self.names or ())}", hint="`tierstore tensors RUN@STEP` lists the names"
-            )
-        return _fresh_tensors(self.replica, self.run, wanted)
+        with self.filling() as fill:
+            wanted = [name for name in self.replica.index.names() if selected(name, self.names)]
+            if not wanted:
+                raise NotFoundError(
+                    f"no tensor of the checkpoint matches {list(self.names or ())}", hint="`tierstore tensors RUN@STEP` lists the names"
+                )
+            return _fresh_tensors(self.replica.index, fill, wanted)
 
     def compare(self, alone: bool) -> bool:
         """Plans; raises where the two differ. Returns whether something stored is not asked for by this rank."""
@@ -155,7 +167,8 @@ class _Load:
     def finish(self) -> Any:
         """Reads everything, and puts it in its place."""
         plan, hook = self.plan, self.options.ranks
-        made = _fresh_tensors(self.replica, self.run, {t.base for node in plan.fresh for t in stored_tensors(node)}, plan.fills)
+        with self.filling() as fill:
+            made = _fresh_tensors(self.replica.index, fill, {t.base for node in plan.fresh for t in stored_tensors(node)}, plan.fills)
         if plan.differing and hook is None:
             self._warn(plan.differing)
         chosen: Mapping[Place, RankValues] = self._values(plan.differing) if plan.differing and hook is not None else {}
@@ -210,16 +223,22 @@ def _at_places(node: Any, place: Place, change: Any) -> Any:
     return node
 
 
-def _fresh_tensors(replica: Reader, run: Run, names: Iterable[str], fills: Sequence[Fill] = ()) -> dict[str, torch.Tensor]:
+@contextmanager
+def _exchanged(ranks: Agreement, what: str, budget_nbytes: int, replica: SharedReader, run: Run) -> Iterator[Filler]:
+    with Exchange(ranks, what=what, budget_nbytes=budget_nbytes) as exchange:
+        yield functools.partial(exchange.fill, replica, run)
+
+
+def _fresh_tensors(index: RoutingIndex, fill: Filler, names: Iterable[str], fills: Sequence[Fill] = ()) -> dict[str, torch.Tensor]:
     made: dict[str, torch.Tensor] = {}
     wishes = list(fills)
     listed = sorted(names)
-    replica.index.prepare(listed)
+    index.prepare(listed)
     for name in listed:
-        entry = _find(replica.index, name)
+        entry = _find(index, name)
         made[name] = empty(entry.shape, torch_dtype(entry.dtype))
         wishes.append(Fill(entry=entry, box=whole(entry.shape), target=made[name]))
-    fill_all(replica, run, wishes)
+    fill(wishes)
     return made
 
 
