@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tierstore import __version__
-from tierstore.cli import check, doctor, export, look, recover, work
+from tierstore.cli import adopt, check, doctor, export, look, recover, work
 from tierstore.cli.options import Cli, remember, verb
 
 __all__ = ["app", "main"]
@@ -57,7 +57,19 @@ def demo(
 
 app.callback(help=_HELP)(_root)
 app.command("demo")(demo)
-for _function in (look.ls, look.show, look.tensors, look.cat, check.verify, work.sync, work.status, recover.recover, doctor.doctor, export.export):
+for _function in (
+    look.ls,
+    look.show,
+    look.tensors,
+    look.cat,
+    check.verify,
+    work.sync,
+    work.status,
+    recover.recover,
+    doctor.doctor,
+    export.export,
+    adopt.adopt,
+):
     app.command(_function.__name__)(verb(_function))
 
 

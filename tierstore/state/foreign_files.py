@@ -23,7 +23,7 @@ class ForeignFiles:
     """A folder of files. Names are relative to it; one that leads out of it is refused.
 
     Attributes:
-        uri: As a person named it, without credentials.
+        uri: Where it is, without credentials.
         storage: Where they lie; `prefix` is the folder within it, empty or ending in ``/``.
         infos: What the folder's listing says, by name.
         only: The one file that was named instead of a folder; empty where a folder was.
@@ -102,12 +102,13 @@ async def find_files(uri: Any, options: Mapping[str, Any] | None = None) -> Fore
     listing = await storage.children(prefix.rstrip("/"))
     infos = {info.path.removeprefix(prefix): info for info in listing.files}
     if infos:
-        return ForeignFiles(uri=text, storage=storage, prefix=prefix, infos=infos)
+        return ForeignFiles(uri=_label(storage, prefix), storage=storage, prefix=prefix, infos=infos)
     await storage.close()
     if named and (found := await _one_file(text, parent, name, options)) is not None:
         return found
     inside = f"; it has the folders {', '.join(sorted(listing.folders)[:5])}" if listing.folders else ""
-    raise NotFoundError(f"there is no checkpoint in {text}: no files{inside}", hint="name the folder or the file itself", uri=text)
+    where = _label(storage, prefix)
+    raise NotFoundError(f"there is no checkpoint in {where}: no files{inside}", hint="name the folder or the file itself", uri=where)
 
 
 def _folder(text: str, options: Mapping[str, Any] | None) -> tuple[Storage, str]:
@@ -131,4 +132,9 @@ async def _one_file(text: str, parent: str, name: str, options: Mapping[str, Any
         if isinstance(error, NotFoundError) or isinstance(error.__cause__, IsADirectoryError | NotADirectoryError):
             return None
         raise
-    return ForeignFiles(uri=text, storage=storage, prefix=prefix, infos={name: info}, only=name)
+    return ForeignFiles(uri=_label(storage, prefix + name), storage=storage, prefix=prefix, infos={name: info}, only=name)
+
+
+def _label(storage: Storage, path: str) -> str:
+    """Where it is, for messages and records: as the storage says it, which never shows a credential."""
+    return f"{storage.uri.rstrip('/')}/{path}".rstrip("/")
