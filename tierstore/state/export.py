@@ -23,6 +23,7 @@ from tierstore.state.export_target import ExportedFile, ExportTarget
 from tierstore.state.export_torch import load_tensors, torch_names, write_torch
 from tierstore.state.export_tree import Path, beyond, check_one_model, flat_tree, in_order
 from tierstore.state.load import read_tree
+from tierstore.state.passthrough import companions_of, read_companion
 from tierstore.state.reading import Reader, Run
 from tierstore.state.unflatten import stored_tensors
 from tierstore.storage.contract import Storage
@@ -113,7 +114,7 @@ class _Export:
         self.made = 0
 
     def export(self, to: str | os.PathLike[str]) -> Exported:
-        tree = read_tree(self.reader, self.run, self.options.rank)
+        tree = read_tree(self.reader, self.run, self.options.rank, 1)
         text = os.fspath(to)
         if self.options.format == "torch":
             return self.one_file(text, tree)
@@ -194,13 +195,14 @@ class _Export:
         return load_tensors(self.reader, self.run, plan)
 
     def companions(self) -> list[tuple[str, bytes]]:
-        if self.options.config_from is None:
-            return []
-        storage = self.open(self.options.config_from)
-        try:
-            found = companion_files(storage, self.run)
-        finally:
-            self.run(storage.close())
+        if self.options.config_from is None:  # those that came with an adopted checkpoint
+            found = [(name, read_companion(self.reader, self.run, one)) for name, one in companions_of(self.reader).items()]
+        else:
+            storage = self.open(self.options.config_from)
+            try:
+                found = companion_files(storage, self.run)
+            finally:
+                self.run(storage.close())
         return with_dtype(found, self.options.dtype) if self.options.dtype else found
 
     def counter(self, total: int) -> Callable[[int], None]:
