@@ -31,9 +31,12 @@ from tierstore.state.image import ImagePool
 from tierstore.state.lazy import Checkpoint
 from tierstore.state.load import LoadOptions, load_state
 from tierstore.state.ranks import JointSave, Ranks, rank_and_size, ranks_of
+from tierstore.state.resuming import candidates, first_of_node, info_of, same_facts, stuck_error
 from tierstore.state.stage import StagedState, stage
 from tierstore.state.stage_chunks import PlannedChunk, stage_chunks
+from tierstore.state.together import together
 from tierstore.tiers.catalog import Catalog, CheckpointInfo, RecordCache, scan
+from tierstore.tiers.locks import lock_path
 from tierstore.tiers.log import decide_fate
 from tierstore.tiers.replica import Replica, open_replica
 from tierstore.tiers.session import Session
@@ -305,7 +308,7 @@ class Store:
         facts = self._facts(metrics, tags, final)
         self._worker.raise_errors()
         if self._catalog().find(step) is not None and if_exists == "refuse":
-            raise UsageError(f"step {step} of run {self.run!r} is committed already", hint="use another step, or if_exists='supersede'")
+            raise UsageError(f"step {step} of run {self.run!r} is committed already", hint="use another step, or if_exists='supersede' (--supersede)")
         session = self._session
         foreign = session.run(look_at(source, options, format=format, shapes=shapes, skip_objects=skip_objects))
         attempt = self.new_attempt(step)
@@ -435,12 +438,16 @@ class Store:
         Raises:
             NotFoundError: No such run, step or tag; nearest names are suggested.
         """
-        return Checkpoint(self._replica(self._resolve(which)), self._session.run, codecs=self._codecs, rank=self.rank)
+        replica = self._replica(self._resolve(which))
+        return Checkpoint(replica, self._session.run, codecs=self._codecs, rank=self.rank, world_size=self.world_size)
 
     # ---- loading
 
     def load(self, which: Which = "latest", into: Any = None, *, options: LoadOptions | None = None) -> Any:
         """Loads a checkpoint from the nearest good copies, every block proved by SHA-256.
+
+        In a store of several ranks all of them make this call: rank 0 finds the checkpoint, all load that one, each its own part of it
+        (`into`), and what one of them meets all of them raise. Another number of ranks may have saved it, in another layout.
 
         Args:
             which: A step, ``latest``, ``best:METRIC``, ``tag:TAG`` or a full reference.
@@ -454,50 +461,70 @@ class Store:
             NotFoundError: Nothing of that name.
             StateMismatchError: `into` and the checkpoint differ; nothing was changed.
             IntegrityError: No tier has a good copy; names each tier and its reason.
+            RankError, DeadlineError: Another rank failed, or did not come within ``save.agreement_timeout``; named.
         """
-        return self._load(self._resolve(which), into, options)
+        ranks, what = self.agreement, f"loading {which!r} of run {self.run!r}"
+        if ranks is None:
+            return self._load(lambda: self._resolve(which), into, options, what)[1]
+        with self._together:
+            facts = same_facts(ranks, what, lambda: self._resolve(which), self._shared_tiers())
+            return self._load(lambda: info_of(facts, self._catalog(facts["run"])), into, options, what)[1]
 
     def resume(self, into: Any = None, *, options: LoadOptions | None = None, fallback: bool = False) -> Resumed | None:
         """Loads the newest committed checkpoint, or returns None where the run has none.
 
         A complete attempt that a dead process left on a node tier is committed first. With ``fallback=True`` a checkpoint that is
         damaged on every tier is passed over for the next older one, with a warning; otherwise its IntegrityError is raised. So it is
-        where a newer checkpoint's commit record is unreadable on every tier: to begin from an older one, or anew, is not a guess to make.
+        where a newer checkpoint's commit record is unreadable on every tier, or a newer attempt is staged whole and can't be committed:
+        to begin from an older one, or anew, is not a guess to make.
+
+        In a store of several ranks all of them make this call, and all get the same step, whatever each of them sees.
 
         Raises:
             IntegrityError: The newest checkpoint can't be loaded (with ``fallback=True``: none of them can).
-            StorageError: Nothing was found, but the authority can't be reached.
+            StorageError: Nothing was found, but the authority can't be reached; or what is staged can't be committed now.
             StateMismatchError: `into` and the checkpoint differ.
+            RankError, DeadlineError: Another rank failed, or did not come within ``save.agreement_timeout``; named.
         """
+        with self._together if self.world_size > 1 else nullcontext():
+            return self._resume(self.agreement, into, options, fallback)
+
+    def _resume(self, ranks: Agreement | None, into: Any, options: LoadOptions | None, fallback: bool) -> Resumed | None:
         self._check_usable()
-        self._worker.adopt()
-        catalog = self._catalog()
-        usable = [c for c in catalog.checkpoints if not (c.superseded or c.hidden)]
-        newest = usable[-1].attempt.step if usable else -1
+        what = f"resuming run {self.run!r}"
+        first = first_of_node(ranks, what, str(lock_path(self._session.tiers, self.run) or ""))
+        adopted, _ = together(ranks, f"{what}: committing what lies on the nodes", lambda: self._worker.adopt() if first else None)
+        catalog, _ = together(ranks, f"{what}: looking at the tiers", self._catalog)
+        found = candidates(ranks, what, catalog, adopted=adopted, shared=self._shared_tiers())
         skipped: list[int] = []
-        for attempt in catalog.unreadable_after(newest):
+        for stuck in found.stuck:
             if not fallback:
-                raise catalog.unreadable_error(attempt)
-            skipped.append(attempt.attempt.step)
-        for info in reversed(usable):
+                raise stuck_error(stuck, self.run)
+            log.warning("run=%s step=%d is out of reach and is passed over: %s", self.run, stuck.step, stuck.message)
+            skipped.append(stuck.step)
+        if found.incomplete and found.facts:
+            log.warning("run=%s newer attempts at steps %s never became whole", self.run, list(found.incomplete))
+        for facts in found.facts:
+            step, save_id = facts["step"], facts["save_id"]
             try:
-                state = self._load(info, into, options)
+                info, state = self._load(lambda facts=facts: info_of(facts, catalog), into, options, f"{what} from step {step}, {save_id}")
             except IntegrityError as error:
                 if not fallback:
                     raise
-                log.warning("run=%s step=%d can't be loaded and is passed over: %s", self.run, info.attempt.step, error.message)
-                skipped.append(info.attempt.step)
+                log.warning("run=%s step=%d can't be loaded and is passed over: %s", self.run, step, error.message)
+                skipped.append(step)
                 continue
-            return Resumed(step=info.attempt.step, state=state, checkpoint=info, skipped=tuple(skipped))
+            return Resumed(step=step, state=state, checkpoint=info, skipped=tuple(skipped))
         if skipped:
             raise IntegrityError(
                 f"run {self.run!r}: none of the committed steps {skipped} can be loaded from any tier",
                 hint="run `tierstore verify --level full` to see which files are damaged where",
                 run=self.run,
             )
-        catalog.latest()  # raises where the authority was not reached: that it knows nothing would be a guess
-        if catalog.incomplete:
-            steps = sorted({a.attempt.step for a in catalog.incomplete})
+        # Raises where the authority was not reached: that it knows nothing would be a guess.
+        together(ranks, f"{what}: making sure that there is nothing", catalog.latest)
+        if found.incomplete:
+            steps = list(found.incomplete)
             log.warning("run=%s has no committed checkpoint, but incomplete attempts at steps %s: training begins anew", self.run, steps)
         return None
 
@@ -656,9 +683,30 @@ class Store:
     def _replica(self, info: CheckpointInfo) -> Replica:
         return self._session.run(open_replica(self._session.tiers, info, run=self._session.run))
 
-    def _load(self, info: CheckpointInfo, into: Any, options: LoadOptions | None) -> Any:
-        replica = self._replica(info)
-        return load_state(replica, self._session.run, into=into, options=options, rank=self.rank, codecs=self._codecs)
+    def _load(self, find: Callable[[], CheckpointInfo], into: Any, options: LoadOptions | None, what: str) -> tuple[CheckpointInfo, Any]:
+        """Finds, opens and loads a checkpoint, together with the other ranks."""
+
+        def opened() -> tuple[CheckpointInfo, Replica]:
+            info = find()
+            return info, self._replica(info)
+
+        ranks = self.agreement
+        (info, replica), _ = together(ranks, f"{what}: opening it", opened)
+        state = load_state(
+            replica,
+            self._session.run,
+            into=into,
+            options=options,
+            rank=self.rank,
+            world_size=self.world_size,
+            codecs=self._codecs,
+            ranks=ranks,
+            what=what,
+        )
+        return info, state
+
+    def _shared_tiers(self) -> list[str]:
+        return [tier.name for tier in self._session.tiers if tier.scope == "shared"]
 
 
 def _is_label(name: str) -> bool:

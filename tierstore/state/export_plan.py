@@ -41,7 +41,8 @@ class ExportOptions:
         dtype: Cast floating-point tensors of 16 bits and more to it: ``bfloat16``, ``float16``, ``float32`` or ``float64``.
         max_shard_size: The longest file of tensors, in bytes or as text (``5GB``); a larger tensor has a file of its own.
         tied: ``once``: of names that share one tensor only the first is written, as `save_pretrained` does; ``copy``: all of them.
-        config_from: A directory or URI whose other files (config.json, tokenizer …) are copied along (``hf``).
+        config_from: A directory or URI whose other files (config.json, tokenizer …) are copied along (``hf``). None: those that came with
+            an adopted checkpoint.
         overwrite: Replace what is at the target; else a target that has files is refused.
         budget: Memory for the export, in bytes or as text; larger tensors are read and written in pieces. Not for ``torch``.
         rank: Whose objects and tree (``dcp``, ``torch``).

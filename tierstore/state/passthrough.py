@@ -48,12 +48,17 @@ def pick_companions(infos: Iterable[FileInfo], names: Iterable[str]) -> tuple[li
     left: list[str] = []
     total = 0
     for name, info in sorted(zip(names, infos, strict=True), key=lambda pair: pair[0]):
-        if any(fnmatchcase(name, pattern) for pattern in _NOT) or info.nbytes == 0:
+        if _is_weights(name) or info.nbytes == 0:
             continue
         fits = info.nbytes <= _MAX_FILE_NBYTES and total + info.nbytes <= _MAX_ALL_NBYTES
         (taken if fits else left).append(name)
         total += info.nbytes if fits else 0
     return taken, left
+
+
+def _is_weights(name: str) -> bool:
+    """Whether a file is none that goes along: it holds tensors, says where they are, or is hidden."""
+    return any(fnmatchcase(name, pattern) for pattern in _NOT)
 
 
 def plan_companions(sizes: Mapping[str, int]) -> ShardPlan:
@@ -81,7 +86,13 @@ def companions_of(reader: Reader) -> dict[str, Companion]:
         return {}
     found = {}
     for name, place in listed.items() if isinstance(listed, Mapping) else [("", None)]:
-        if not isinstance(place, list) or len(place) != 3 or type(place[0]) is not str or any(type(n) is not int for n in place[1:]):
+        if (
+            _is_weights(name)
+            or not isinstance(place, list)
+            or len(place) != 3
+            or type(place[0]) is not str
+            or any(type(n) is not int for n in place[1:])
+        ):
             raise FormatError(f"the manifest's fact {FACT!r} is malformed", hint="run `tierstore verify`")
         found[check_relative(name)] = Companion(name=name, file=place[0], begin=place[1], nbytes=place[2] - place[1])
     return found
