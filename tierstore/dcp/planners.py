@@ -7,6 +7,7 @@ global one) a shard is a run of local rows, viewed in its size.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from tierstore.errors import StateMismatchError, UsageError
@@ -48,7 +49,23 @@ class TierSavePlanner(DefaultSavePlanner):
 
 
 class TierLoadPlanner(DefaultLoadPlanner):
-    """Torch's default planner, for ``CheckpointableTensor`` too."""
+    """Torch's default planner, for ``CheckpointableTensor`` too; objects below keys that are no strings replace the ones that are there."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Puts an object in its place. Torch's own planner knows paths of strings: below ``{0: …}`` it would add a key ``"0"``."""
+        path = self.mappings.get(read_item.dest_index.fqn) if self.flatten_state_dict else None
+        here: Any = self.original_state_dict
+        for part in (path or ())[:-1]:
+            found = _key(here, part)
+            if found is None:
+                break
+            here = here[found]
+        else:
+            last = _key(here, path[-1]) if path else None
+            if last is not None:
+                here[last] = torch.load(value, weights_only=False)  # of our reader, who made it of what the codecs decoded
+                return
+        super().load_bytes(read_item, value)
 
     def create_local_plan(self) -> LoadPlan:
         """Plans the state; a tensor that tells its shards is filled shard by shard."""
@@ -98,6 +115,15 @@ class _Shards:
             )
             for number, chunk in enumerate(_chunks(self.tensor))
         ]
+
+
+def _key(container: Any, part: Any) -> Any:
+    """The key of `container` that DCP calls `part`; None where there is none."""
+    if isinstance(container, list):
+        return part if isinstance(part, int) and part < len(container) else None
+    if not isinstance(container, dict):
+        return None
+    return part if part in container else next((key for key in container if str(key) == part), None)
 
 
 def _tells(value: Any) -> bool:
