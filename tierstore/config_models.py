@@ -110,6 +110,8 @@ class SaveConfig(Model):
     backlog: Literal["block", "skip_oldest"] = "block"
     commit_timeout_s: Duration = Field(1800.0, alias="commit_timeout")
     """How long the committer waits for every rank's part before it condemns the attempt."""
+    agreement_timeout_s: Duration = Field(600.0, alias="agreement_timeout")
+    """How long ranks that save together wait for each other before the call fails on all of them."""
     patience_s: Duration = Field(60.0, alias="patience")
     """How long a tier may keep failing before a close or a sync without a deadline gives up waiting for it."""
 

@@ -97,9 +97,22 @@ class Agreement:
 
     def fail(self, what: str, error: TierStoreError) -> NoReturn:
         """Takes part in the question `what` by saying that this rank can't go on; raises `error`, and a RankError on the others."""
-        with contextlib.suppress(TierStoreError):
-            self._question(what, b"-" + f"{type(error).__name__}: {error.message}".encode(), lambda values: b"")
+        self.tell(what, error)
         raise error
+
+    def tell(self, what: str, error: BaseException) -> None:
+        """As `fail`, but raises nothing, and waits for nobody: for any error of this rank that the others are to hear of."""
+        asked, self._asked = self._asked, self._asked + 1
+        text = f"{type(error).__name__}: {error.message if isinstance(error, TierStoreError) else error}"
+        with contextlib.suppress(TierStoreError):  # where the others can't be reached any more, this rank's own error is the one to raise
+            if self.rank == 0:
+                self._put(f"{asked}/all", self._failed(what, [0], text)[0])
+            else:
+                self._put(f"{asked}/{self.rank}", b"-" + text.encode())
+
+    def place(self) -> Any:
+        """A part of the rendezvous store that the ranks share until the next question: for a group that some of them make."""
+        return distributed_c10d.PrefixStore(f"{self._asked}/place", self._store)
 
     # ---- inside
 
@@ -137,14 +150,16 @@ class Agreement:
             return _bad("missing", ranks=missing), self._missing(what, missing)
         failed = [rank for rank, value in enumerate(values) if value[:1] != b"+"]
         if failed:
-            first = values[failed[0]][1:].decode(errors="replace")
-            message = f"{what}: {_ranks(failed)} of {self.world_size} failed: {first}"
-            hint = "mend that rank; nothing was begun, so the same call may be made again on all ranks"
-            return _bad("failed", ranks=failed, message=message, hint=hint), RankError(message, hint=hint, ranks=failed)
+            return self._failed(what, failed, values[failed[0]][1:].decode(errors="replace"))
         try:
             return b"+" + combine([value[1:] for value in values]), None
         except TierStoreError as error:
             return _bad("failed", ranks=[0], message=error.message, hint=error.hint), error
+
+    def _failed(self, what: str, ranks: Sequence[int], reason: str) -> tuple[bytes, TierStoreError]:
+        message = f"{what}: {_ranks(ranks)} of {self.world_size} failed: {reason}"
+        hint = "mend that rank; nothing was begun, so the same call may be made again on all ranks"
+        return _bad("failed", ranks=list(ranks), message=message, hint=hint), RankError(message, hint=hint, ranks=list(ranks))
 
     def _missing(self, what: str, ranks: Sequence[int]) -> DeadlineError:
         return DeadlineError(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,8 @@ from tierstore.errors import UnsupportedTypeError
 from tierstore.format.objects import ObjectCodecs, Opaque, TensorRef
 from tierstore.state.bits import dtype_name
 from tierstore.state.guard import check_storable
-from tierstore.state.paths import Place, assign_names, name_of, show
-from tierstore.state.sharded import Chunk, chunk_of, is_dtensor
+from tierstore.state.paths import Place, assign_names, show
+from tierstore.state.sharded import Chunk, Piece, Spread, chunk_of, is_spread
 from tierstore.state.unflatten import COMPONENTS, MODULE_STATE, SPARSE, TENSOR, rebuilt
 
 __all__ = ["FlatState", "Leaf", "ViewOf", "flatten"]
@@ -32,15 +32,14 @@ __all__ = ["FlatState", "Leaf", "ViewOf", "flatten"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """One stored tensor: `tensor` is this rank's chunk of it, dense, detached, conjugate and negative bits resolved."""
+    """One stored tensor: `pieces` are this rank's chunks of it, dense, detached, conjugate and negative bits resolved."""
 
     name: str
-    tensor: torch.Tensor
     dtype: str
     global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    owned: bool = True
-    """This rank writes it (of equal chunks of a DTensor, one rank does)."""
+    pieces: tuple[Piece, ...]
+    spread: Spread | None = None
+    """Over which processes it is spread; None: this rank has all of it for itself, and other ranks may have one of the same name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +55,18 @@ class ViewOf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatState:
-    """What `flatten` found: the tree with references, the tensors to store, further names of them, and views within them."""
+    """What `flatten` found: the tensors to store, further names of them, views within them, and the tree that refers to all of these."""
 
-    tree: Any
     leaves: tuple[Leaf, ...]
     aliases: Mapping[str, str]
     views: tuple[ViewOf, ...]
     ranks: int
     """The largest number of processes that one of the tensors is spread over."""
+    _tree: Any = field(repr=False)
+
+    def tree(self, names: Mapping[str, str] | None = None) -> Any:
+        """The state with a reference in the place of each tensor; `names` has those that are stored under another name than their own."""
+        return _link(self._tree, names or {})
 
 
 _VALUES = (set, frozenset, bytearray, complex, range, np.ndarray, Opaque)
@@ -84,13 +87,12 @@ class _Slot:
         self.view: ViewOf | None = None
 
 
-def flatten(state: Any, codecs: ObjectCodecs | None = None, *, rank: int = 0) -> FlatState:
+def flatten(state: Any, codecs: ObjectCodecs | None = None) -> FlatState:
     """Takes the tensors out of `state`, which is not changed; no tensor is copied but those with a lazy conjugate or negative bit.
 
     Args:
         state: Any nesting of dicts, lists and tuples of tensors and objects.
         codecs: Codecs for other types; what they encode may hold tensors.
-        rank: Tensors that are not sharded belong to their rank alone: those of ranks above 0 get the suffix ``@rank<n>``.
 
     Raises:
         UnsupportedTypeError: Something can't be stored; names its place and what to do.
@@ -98,25 +100,24 @@ def flatten(state: Any, codecs: ObjectCodecs | None = None, *, rank: int = 0) ->
     slots: list[_Slot] = []
     tree = _Walk(codecs or ObjectCodecs(), slots).walk(state, ())
     for slot, name in zip(slots, assign_names([s.place for s in slots]), strict=True):
-        slot.name = name if slot.chunk.ranks > 1 or rank == 0 else f"{name}@rank{rank}"
+        slot.name = name
     _share(slots)
-    stored = [s for s in slots if s.same_as is None and s.view is None]
     return FlatState(
-        tree=_link(tree),
         leaves=tuple(
             Leaf(
                 name=s.name,
-                tensor=s.chunk.tensor,
                 dtype=dtype_name(s.chunk.tensor.dtype),
                 global_shape=s.chunk.global_shape,
-                offsets=s.chunk.offsets,
-                owned=s.chunk.owned,
+                pieces=s.chunk.pieces,
+                spread=s.chunk.spread,
             )
-            for s in stored
+            for s in slots
+            if s.same_as is None and s.view is None
         ),
         aliases={s.name: s.same_as.name for s in slots if s.same_as is not None},
         views=tuple(s.view for s in slots if s.view is not None),
         ranks=max((s.chunk.ranks for s in slots), default=1),
+        _tree=tree,
     )
 
 
@@ -124,6 +125,7 @@ def flatten(state: Any, codecs: ObjectCodecs | None = None, *, rank: int = 0) ->
 class _Walk:
     codecs: ObjectCodecs
     slots: list[_Slot]
+    meshes: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def walk(self, value: Any, place: Place, above: tuple[int, ...] = ()) -> Any:
         kind = type(value)
@@ -171,13 +173,13 @@ class _Walk:
             extra["requires_grad"] = True
         if isinstance(value, torch.nn.Parameter):
             extra["parameter"] = True
-        if is_dtensor(value):
-            chunk = chunk_of(value, name_of(place), shown)
-            local = chunk.tensor
-            check_storable(local, f"the local part of {shown}")
-            if local.layout is not torch.strided:
-                raise UnsupportedTypeError(f"the local part of {shown} is sparse", hint="store it as dense: .to_dense()")
-            return self.slot(place, Chunk(**{**_fields(chunk), "tensor": _resolved(local)}), extra)
+        if is_spread(value):
+            chunk = chunk_of(value, shown, self.meshes)
+            for part in (chunk.tensor, *(p.tensor for p in chunk.pieces)):
+                check_storable(part, f"the local part of {shown}")
+                if part.layout is not torch.strided:
+                    raise UnsupportedTypeError(f"the local part of {shown} is sparse", hint="store it as dense: .to_dense()")
+            return self.slot(place, _resolved_chunk(chunk), extra)
         check_storable(value, shown)
         if value.layout is torch.strided:
             dense = _resolved(value)
@@ -201,12 +203,14 @@ class _Walk:
         return made
 
 
-def _fields(chunk: Chunk) -> dict[str, Any]:
-    return {name: getattr(chunk, name) for name in ("tensor", "global_shape", "offsets", "owned", "ranks")}
-
-
 def _alone(tensor: torch.Tensor) -> Chunk:
-    return Chunk(tensor=tensor, global_shape=tuple(tensor.shape), offsets=(0,) * tensor.ndim, owned=True)
+    return Chunk(tensor=tensor, pieces=(Piece(tensor=tensor, offsets=(0,) * tensor.ndim),), global_shape=tuple(tensor.shape))
+
+
+def _resolved_chunk(chunk: Chunk) -> Chunk:
+    if not (chunk.tensor.is_conj() or chunk.tensor.is_neg()):
+        return replace(chunk, tensor=chunk.tensor.detach())
+    return replace(chunk, pieces=tuple(replace(p, tensor=_resolved(p.tensor)) for p in chunk.pieces), tensor=_resolved(chunk.tensor))
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
@@ -222,15 +226,18 @@ def _share(slots: list[_Slot]) -> None:
     seen: dict[Any, _Slot] = {}
     by_storage: dict[Any, list[tuple[int, int, int, _Slot]]] = {}
     for order, slot in enumerate(slots):
-        tensor = slot.chunk.tensor
-        if tensor.numel() == 0:
+        chunk, tensor = slot.chunk, slot.chunk.tensor
+        if tensor.numel() == 0 and chunk.spread is None:
             continue
-        storage = (tensor.device, tensor.untyped_storage().data_ptr())
-        key = (*storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, slot.chunk.global_shape, slot.chunk.offsets)
+        # Empty memory has no address. A tied tensor whose part here is empty must be found tied as on the ranks where it is not.
+        address = tensor.untyped_storage().data_ptr() or tensor.untyped_storage()._cdata
+        storage = (tensor.device, address)
+        offsets = tuple(p.offsets for p in chunk.pieces)
+        key = (*storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, chunk.global_shape, offsets)
         first = seen.setdefault(key, slot)
         if first is not slot:
             slot.same_as = first
-        elif slot.chunk.ranks == 1 and tensor.is_contiguous():
+        elif chunk.spread is None and tensor.is_contiguous():
             begin = int(tensor.storage_offset()) * tensor.itemsize
             by_storage.setdefault(storage, []).append((begin, -(begin + int(tensor.nbytes)), order, slot))
     for sharing in by_storage.values():
@@ -247,14 +254,14 @@ def _share(slots: list[_Slot]) -> None:
                 base = (begin, -minus_end, slot)
 
 
-def _link(node: Any) -> Any:
+def _link(node: Any, names: Mapping[str, str]) -> Any:
     """Replaces slots by references."""
     if isinstance(node, _Slot):
         target = node.same_as or node
         extra = dict(node.extra)
         if target.view is not None:
             view = target.view
-            extra["view"] = [view.base, view.offset, view.dtype, view.shape]
-        reference = TensorRef(target.name)
+            extra["view"] = [names.get(view.base, view.base), view.offset, view.dtype, view.shape]
+        reference = TensorRef(names.get(target.name, target.name))
         return Opaque(TENSOR, {"ref": reference, **extra}) if extra else reference
-    return rebuilt(node, _link)
+    return rebuilt(node, lambda item: _link(item, names))

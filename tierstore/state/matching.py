@@ -16,7 +16,6 @@ from tierstore.errors import IncompleteError, NotFoundError, StateMismatchError,
 from tierstore.format.index import RoutingIndex, TensorEntry
 from tierstore.format.objects import Opaque, TensorRef
 from tierstore.state.bits import dtype_name, torch_dtype
-from tierstore.state.boxes import whole
 from tierstore.state.differences import Differences, LoadOptions, selected
 from tierstore.state.guard import check_storable
 from tierstore.state.paths import Place, name_of, show
@@ -113,7 +112,7 @@ class _Planner:
         """Stored subtrees that no place of `into` asks for."""
         self.differing = differing
         self.above = {place[:length] for place in differing for length in range(len(place) + 1)}
-        self.memory: dict[Any, tuple[TensorEntry, tuple[int, ...]]] = {}
+        self.memory: dict[Any, TensorEntry] = {}
 
     # ---- the walk: each visit returns what makes the value of its place, later
 
@@ -235,8 +234,8 @@ class _Planner:
         if target.numel() == 0:
             return
         memory = (target.device, target.data_ptr(), target.shape, target.stride(), target.dtype)
-        before, offsets = self.memory.setdefault(memory, (entry, piece.offsets))
-        if before is entry and offsets == piece.offsets:
+        before = self.memory.setdefault(memory, entry)
+        if before is entry:
             box = tuple(range(begin, begin + size) for begin, size in zip(piece.offsets, target.shape, strict=True))
             self.plan.fills.append(Fill(entry=entry, box=box, target=target))
         elif (before.dtype, before.extents) != (entry.dtype, entry.extents):  # tied in `into`, stored apart

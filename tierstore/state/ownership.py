@@ -1,0 +1,443 @@
+"""Who writes what: every tensor that several ranks hold is written once, and each rank computes by itself who does it.
+
+A *unit* is a stored tensor with all that shares its memory (further names, views); a *group* is the ranks that hold one value of it
+between them: the ranks of a DTensor's mesh, or a single rank for a plain tensor. Groups of one name hold the same value or not; only
+the bytes can tell (`Agreed.digests`, `fingerprint`). Values that are the same are stored once; one that differs from that of the
+lowest rank is stored beside it as ``name@rank<n>``, n being the lowest rank that has it. Never silently one rank's value for all.
+
+What the ranks tell each other is a *table* of units, the same bytes for ranks in the same situation, so that of thousands of ranks a few
+send theirs. `merge` (on rank 0) makes one *agreed table* of them, and `Agreed` is what every rank computes from that. All of this is
+pure; `state.ranks` has the conversation.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from tierstore.errors import UsageError
+from tierstore.format.dtypes import DTYPES
+from tierstore.state.flatten import FlatState, Leaf
+
+__all__ = ["Agreed", "Ownership", "Unit", "by_rank", "merge", "signature_of", "table_of", "units_of"]
+
+BUCKETS = 64
+"""Fingerprints of tensors with the same holders are compared in so many heaps first: in the usual case about 1 KiB for each rank."""
+
+_DIGEST = 16
+
+Group = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ownership:
+    """What a rank writes, and under which names its tensors are stored."""
+
+    names: Mapping[str, str]
+    """Own name → stored name, where they differ."""
+    written: frozenset[str]
+    """Own names of the leaves that this rank writes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """A stored tensor of this rank with all that shares its memory."""
+
+    leaf: Leaf
+    names: tuple[str, ...]
+    """The leaf's, then those of aliases and views."""
+    form: str
+    """What ranks must have in common to hold the same unit: dtype, shape, layout, and how the names lie in the memory."""
+    nbytes: int
+    """Of the part that one rank holds; of uneven parts their mean, so that all ranks reckon with the same number."""
+
+
+def by_rank(flat: FlatState, rank: int) -> Ownership:
+    """Ownership without asking anybody: a plain tensor belongs to its rank, of equal parts the first of the mesh writes its own."""
+    units = units_of(flat)
+    plain = [u for u in units if u.leaf.spread is None]
+    names = {name: f"{name}@rank{rank}" for u in plain for name in u.names} if rank else {}
+    written = [u.leaf.name for u in units if u.leaf.spread is None or _is_first(u.leaf, rank)]
+    return Ownership(names=names, written=frozenset(written))
+
+
+def _is_first(leaf: Leaf, rank: int) -> bool:
+    spread = leaf.spread
+    if spread is None or not spread.ranks:
+        return True
+    if rank not in spread.ranks:
+        return False
+    sets = spread.sets()
+    place = spread.ranks.index(rank)
+    return sets.index(sets[place]) == place
+
+
+def units_of(flat: FlatState) -> list[Unit]:
+    """The units of a state, in the order of its leaves."""
+    others: dict[str, list[tuple[str, str]]] = {}  # leaf → further names, each with how it lies in the leaf's memory
+    views = {view.name: view for view in flat.views}
+    for view in flat.views:
+        others.setdefault(view.base, []).append((view.name, f"{view.offset} {view.dtype} {view.shape}"))
+    for alias, name in flat.aliases.items():
+        base = views[name].base if name in views else name
+        others.setdefault(base, []).append((alias, f"={name}"))
+    return [_unit(leaf, sorted(others.get(leaf.name, ()))) for leaf in flat.leaves]
+
+
+def _unit(leaf: Leaf, others: Sequence[tuple[str, str]]) -> Unit:
+    layout = leaf.spread.layout if leaf.spread is not None else ""
+    nbytes = math.prod(leaf.global_shape) * DTYPES[leaf.dtype].itemsize
+    return Unit(
+        leaf=leaf,
+        names=(leaf.name, *(name for name, _ in others)),
+        form="|".join([leaf.dtype, str(leaf.global_shape), layout, *(how for _, how in others)]),
+        nbytes=-(-nbytes // leaf.spread.parts) if leaf.spread is not None else nbytes,
+    )
+
+
+# ---- what ranks tell of their units
+
+
+def table_of(units: Sequence[Unit], members: Sequence[int]) -> bytes:
+    """This rank's units, for `merge`.
+
+    Args:
+        units: From `units_of`.
+        members: The global ranks of those that save together, in the order of their ranks in the save.
+
+    Raises:
+        UsageError: A tensor is spread over a process that does not save with the others.
+    """
+    place = {rank: number for number, rank in enumerate(members)}
+    meshes: dict[tuple[Any, ...], tuple[int, Leaf]] = {}
+    rows = []
+    for unit in units:
+        spread = unit.leaf.spread
+        if spread is None:
+            holder: Any = -1
+        elif not spread.ranks:
+            holder = str([(p.offsets, tuple(p.tensor.shape)) for p in unit.leaf.pieces])
+        else:  # tensors of one mesh share the tuple of its ranks, which may be long
+            holder, _ = meshes.setdefault((id(spread.ranks), spread.shape, spread.sharded), (len(meshes), unit.leaf))
+        rows.append([unit.names, unit.form, unit.nbytes, holder])
+    told = []
+    for _, leaf in meshes.values():
+        spread = leaf.spread
+        assert spread is not None
+        strange = [rank for rank in spread.ranks if rank not in place]
+        if strange:
+            raise UsageError(
+                f"tensor {leaf.name!r} is spread over rank {strange[0]} too, which is not among the {len(members)} that save together",
+                hint="open the store with a process group that has all ranks of the state's meshes",
+            )
+        told.append([[place[rank] for rank in spread.ranks], spread.sets()])
+    return _encoded({"meshes": told, "rows": rows})
+
+
+def _encoded(body: Any) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode("utf-8", "surrogatepass")
+
+
+def signature_of(table: bytes) -> bytes:
+    """16 bytes that stand for a table."""
+    return xxhash.xxh3_128_digest(table)
+
+
+@dataclass(slots=True)
+class _Holders:
+    """Which ranks hold units of one name and form."""
+
+    nbytes: int
+    groups: dict[Group, tuple[int, ...]] = field(default_factory=dict)
+    """Each group with the numbers of its ranks' parts."""
+    came: set[int] = field(default_factory=set)
+    pieces: dict[int, str] = field(default_factory=dict)
+    """Of ranks that do not tell who else holds the tensor: what they have of it."""
+
+
+def merge(tables: Mapping[int, bytes], speakers: Sequence[int]) -> bytes:
+    """The agreed table: which units there are, and who holds them.
+
+    Args:
+        tables: Tables by the rank that sent it.
+        speakers: For each rank the one whose table is also its own.
+
+    Raises:
+        UsageError: A tensor is spread over ranks whose state does not have it.
+    """
+    followers: dict[int, list[int]] = {}
+    for rank, speaker in enumerate(speakers):
+        followers.setdefault(speaker, []).append(rank)
+    found: dict[tuple[tuple[str, ...], str], _Holders] = {}
+    for speaker, ranks in followers.items():
+        body = json.loads(tables[speaker].decode("utf-8", "surrogatepass"))
+        for names, form, nbytes, holder in body["rows"]:
+            held = found.setdefault((tuple(names), form), _Holders(nbytes))
+            if isinstance(holder, str):
+                held.pieces.update(dict.fromkeys(ranks, holder))
+            elif holder < 0:
+                held.groups.update({(rank,): (0,) for rank in ranks})
+            else:
+                group, sets = body["meshes"][holder]
+                inside = set(group)
+                if not inside.isdisjoint(ranks):
+                    held.groups[tuple(group)] = tuple(sets)
+                    held.came.update(rank for rank in ranks if rank in inside)
+    patterns: dict[str, int] = {}
+    items = []
+    for (names, form), held in found.items():
+        if held.pieces:
+            numbers = {piece: n for n, piece in enumerate(sorted(set(held.pieces.values())))}
+            held.groups[tuple(sorted(held.pieces))] = tuple(numbers[held.pieces[rank]] for rank in sorted(held.pieces))
+            held.came.update(held.pieces)
+        _check_all_came(names[0], held)
+        if not held.groups:
+            continue  # only ranks outside its mesh have it: they refer to what others write
+        ordered = sorted(held.groups.items(), key=lambda g: min(g[0]))
+        pattern = json.dumps([[group for group, _ in ordered], ordered[0][1]])
+        items.append([names, form, held.nbytes, patterns.setdefault(pattern, len(patterns))])
+    return _encoded({"patterns": [json.loads(p) for p in patterns], "items": items})
+
+
+def _check_all_came(name: str, held: _Holders) -> None:
+    silent = sorted(rank for group in held.groups if len(group) > 1 for rank in group if rank not in held.came)
+    if silent:
+        shown = ", ".join(map(str, silent[:16])) + (f" and {len(silent) - 16} more" if len(silent) > 16 else "")
+        raise UsageError(
+            f"tensor {name!r} is spread over ranks that do not have it in their state, or have it in another form: {shown}",
+            hint="every rank of a mesh saves its part of a tensor, in the same layout, tied to the same other tensors",
+        )
+
+
+# ---- what every rank makes of the agreed table
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """Holders that many units have in common."""
+
+    groups: tuple[Group, ...]
+    """The one with the lowest rank first."""
+    sets: tuple[int, ...]
+    """The number of the part that each place of a group holds; the same for all groups."""
+    members: Any
+    """Array: for each part the ranks that hold it; short rows repeat their first rank."""
+    places: Mapping[int, tuple[int, int]]
+    """Rank → its group's number, and its place there."""
+
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[int]], sets: Sequence[int]) -> _Pattern:
+        parts: dict[int, list[int]] = {}
+        for group in groups:
+            for rank, part in zip(group, sets, strict=True):
+                parts.setdefault(part, []).append(rank)
+        numbers = {part: number for number, part in enumerate(sorted(parts))}
+        width = max(len(ranks) for ranks in parts.values())
+        rows = [ranks + ranks[:1] * (width - len(ranks)) for _, ranks in sorted(parts.items())]
+        places = {rank: (number, place) for number, group in enumerate(groups) for place, rank in enumerate(group)}
+        return cls(tuple(tuple(g) for g in groups), tuple(numbers[s] for s in sets), np.array(rows, dtype=np.int64), places)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    names: tuple[str, ...]
+    form: str
+    nbytes: int
+    pattern: int
+    bare: bool
+    """Its first group has the lowest rank of all that hold one of its names, and so keeps them as they are."""
+
+
+class Agreed:
+    """Who holds and who writes what, as one rank sees it; all ranks compute the same from the same table.
+
+    Args:
+        table: From `merge`.
+        rank: This rank, among those that save together.
+        world_size: How many save together.
+    """
+
+    def __init__(self, table: bytes, *, rank: int, world_size: int) -> None:
+        body = json.loads(table.decode("utf-8", "surrogatepass"))
+        self.rank = rank
+        self._patterns = [_Pattern.of(*p) for p in body["patterns"]]
+        lowest: dict[str, int] = {}
+        for names, _, _, pattern in body["items"]:
+            first = min(self._patterns[pattern].groups[0])
+            for name in names:
+                lowest[name] = min(first, lowest.get(name, first))
+        self._names = frozenset(lowest)
+        self._items = []
+        for names, form, nbytes, pattern in body["items"]:
+            first = min(self._patterns[pattern].groups[0])
+            bare = all(lowest[name] == first for name in names)
+            self._items.append(_Item(tuple(names), form, nbytes, pattern, bare))
+        self._writers = self._assign(world_size)
+        self._buckets = self._fill_buckets()
+        self._by_name: dict[str, list[int]] = {}
+        for number, item in enumerate(self._items):
+            self._by_name.setdefault(item.names[0], []).append(number)
+
+    @property
+    def compares(self) -> bool:
+        """Whether anything is held by several groups, so that its bytes are to be compared."""
+        return bool(self._buckets)
+
+    def _assign(self, world_size: int) -> list[Any]:
+        """For each item and part the rank that writes it: the largest first, each by the least loaded of the ranks that hold it."""
+        load = np.zeros(world_size, dtype=np.int64)
+        writers: list[Any] = [None] * len(self._items)
+        for number in sorted(range(len(self._items)), key=lambda n: (-self._items[n].nbytes, self._items[n].names)):
+            item = self._items[number]
+            members = self._patterns[item.pattern].members
+            chosen = members[np.arange(len(members)), np.argmin(load[members], axis=1)]
+            load[chosen] += item.nbytes
+            writers[number] = chosen
+        return writers
+
+    # ---- comparing values
+
+    def _fill_buckets(self) -> dict[tuple[int, int], list[int]]:
+        """Items that several groups hold, by holders and a number that depends on the name; in the order in which all ranks tell them."""
+        buckets: dict[tuple[int, int], list[int]] = {}
+        for number, item in enumerate(self._items):
+            if len(self._patterns[item.pattern].groups) > 1:
+                name = item.names[0].encode("utf-8", "surrogatepass")
+                buckets.setdefault((item.pattern, xxhash.xxh32_intdigest(name) % BUCKETS), []).append(number)
+        return dict(sorted(buckets.items()))
+
+    def _held_buckets(self, rank: int) -> list[tuple[int, int]]:
+        return [bucket for bucket in self._buckets if rank in self._patterns[bucket[0]].places]
+
+    def compared(self, units: Sequence[Unit]) -> dict[int, Unit]:
+        """This rank's units whose fingerprints are asked for, by the numbers of their items."""
+        mine = {self._number(unit): unit for unit in units if unit.leaf.pieces or not unit.leaf.spread}
+        return {number: mine[number] for bucket in self._held_buckets(self.rank) for number in self._buckets[bucket] if number in mine}
+
+    def digests(self, prints: Mapping[int, bytes]) -> bytes:
+        """One digest of each bucket that this rank has a part in, from the fingerprints of `compared` units."""
+        absent = b"\0" * _DIGEST  # an empty part
+        return b"".join(
+            xxhash.xxh3_128_digest(b"".join(prints.get(n, absent) for n in self._buckets[bucket]))
+            for bucket in self._held_buckets(self.rank)
+        )
+
+    def differing(self, values: Sequence[bytes]) -> list[tuple[int, int]]:
+        """On rank 0: the buckets whose `digests` are not the same on all ranks that hold the same part."""
+        told = self._told(values, lambda bucket: _DIGEST, list(self._buckets))
+        return [bucket for bucket in self._buckets if not self._same(bucket[0], {r: d[bucket] for r, d in told.items() if bucket in d})]
+
+    def details(self, prints: Mapping[int, bytes], buckets: Sequence[tuple[int, int]]) -> bytes:
+        """The single fingerprints in `buckets`, as far as this rank has a part in them."""
+        asked = set(buckets)
+        absent = b"\0" * _DIGEST
+        return b"".join(prints.get(n, absent) for bucket in self._held_buckets(self.rank) if bucket in asked for n in self._buckets[bucket])
+
+    def apart(self, values: Sequence[bytes], buckets: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
+        """On rank 0, from all ranks' `details`: items that differ → for each group the number of the first group with its value."""
+        told = self._told(values, lambda bucket: _DIGEST * len(self._buckets[bucket]), buckets)
+        found: dict[int, list[int]] = {}
+        for bucket in buckets:
+            pattern = self._patterns[bucket[0]]
+            for place, number in enumerate(self._buckets[bucket]):
+                firsts: dict[tuple[bytes, ...], int] = {}
+                classes = []
+                for count, group in enumerate(pattern.groups):
+                    parts: dict[int, bytes] = {}
+                    for rank, part in zip(group, pattern.sets, strict=True):
+                        parts.setdefault(part, told[rank][bucket][place * _DIGEST : (place + 1) * _DIGEST])
+                    classes.append(firsts.setdefault(tuple(parts[p] for p in sorted(parts)), count))
+                if any(classes):
+                    found[number] = classes
+        return found
+
+    def _told(
+        self, values: Sequence[bytes], size: Callable[[tuple[int, int]], int], buckets: Sequence[tuple[int, int]]
+    ) -> dict[int, dict[tuple[int, int], bytes]]:
+        asked = set(buckets)
+        told: dict[int, dict[tuple[int, int], bytes]] = {}
+        for rank, value in enumerate(values):
+            at = 0
+            told[rank] = {}
+            for bucket in self._held_buckets(rank):
+                if bucket in asked:
+                    told[rank][bucket] = value[at : at + size(bucket)]
+                    at += size(bucket)
+        return told
+
+    def _same(self, pattern: int, digests: Mapping[int, bytes]) -> bool:
+        rows = self._patterns[pattern].members.tolist()
+        return all(len({digests[rank] for rank in row}) == 1 for row in rows)
+
+    # ---- the result
+
+    def ownership(self, units: Sequence[Unit], apart: Mapping[int, Sequence[int]], members: Sequence[int]) -> Ownership:
+        """What this rank writes, and its names.
+
+        Args:
+            units: This rank's.
+            apart: From `apart` on rank 0; empty where all values are the same.
+            members: As for `table_of`.
+
+        Raises:
+            UsageError: A name that a rank's own value needs is a tensor's own name already.
+        """
+        self._check_names(apart)
+        names: dict[str, str] = {}
+        written = []
+        for unit in units:
+            number = self._number(unit)
+            item, pattern = self._items[number], self._patterns[self._items[number].pattern]
+            group = self._group(unit, pattern, members)
+            first = apart[number][group] if number in apart else 0
+            suffix = self._suffix(item, first)
+            if suffix:
+                names.update({name: name + suffix for name in unit.names})
+            if self.rank not in pattern.places:
+                continue
+            part = pattern.sets[pattern.places[self.rank][1]]
+            if number in apart:
+                writes = group == first and pattern.groups[group][pattern.sets.index(part)] == self.rank
+            else:
+                writes = int(self._writers[number][part]) == self.rank
+            if writes:
+                written.append(unit.leaf.name)
+        return Ownership(names=names, written=frozenset(written))
+
+    def _number(self, unit: Unit) -> int:
+        numbers = self._by_name.get(unit.names[0], [])
+        for number in numbers:
+            if self._items[number].names == unit.names and self._items[number].form == unit.form:
+                return number
+        return numbers[0]  # this rank is outside of its mesh, where it is not seen what shares its memory
+
+    def _group(self, unit: Unit, pattern: _Pattern, members: Sequence[int]) -> int:
+        if self.rank in pattern.places:
+            return pattern.places[self.rank][0]
+        if unit.leaf.spread is None:
+            raise AssertionError(f"{unit.names[0]} is not in the agreed table")
+        ranks = {members.index(rank) for rank in unit.leaf.spread.ranks}
+        return next((number for number, group in enumerate(pattern.groups) if ranks == set(group)), 0)
+
+    def _suffix(self, item: _Item, group: int) -> str:
+        if item.bare and group == 0:
+            return ""
+        return f"@rank{min(self._patterns[item.pattern].groups[group])}"
+
+    def _check_names(self, apart: Mapping[int, Sequence[int]]) -> None:
+        for number, item in enumerate(self._items):
+            for group in sorted(set(apart.get(number, (0,)))):
+                suffix = self._suffix(item, group)
+                taken = [name for name in item.names if suffix and name + suffix in self._names]
+                if taken:
+                    raise UsageError(
+                        f"tensor {taken[0]!r} differs between ranks, and the name for one rank's value, {taken[0] + suffix!r}, "
+                        "is another tensor's own",
+                        hint="rename that tensor: names that end in @rank<n> are for values that differ",
+                    )
