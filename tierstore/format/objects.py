@@ -19,15 +19,17 @@ from __future__ import annotations
 
 from tierstore.format.objects_codecs import ObjectCodecs, Opaque, TensorRef
 from tierstore.format.objects_decode import decode_objects
-from tierstore.format.objects_document import merge_objects, object_ranks, split_objects
+from tierstore.format.objects_document import ObjectsDocument, load_objects, merge_objects, object_ranks, split_objects
 from tierstore.format.objects_encode import encode_objects
 
 __all__ = [
     "ObjectCodecs",
+    "ObjectsDocument",
     "Opaque",
     "TensorRef",
     "decode_objects",
     "encode_objects",
+    "load_objects",
     "merge_objects",
     "object_ranks",
     "split_objects",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from datetime import datetime, timezone
 from pathlib import Path
@@ -36,6 +37,10 @@ def bits(name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     return np.random.default_rng(len(name)).integers(0, 256, (*shape, itemsize), dtype=np.uint8)
 
 
+def objects_of(rank: int) -> dict[str, Any]:
+    return {"epoch": 1, "order": list(range(100)), "loader": [{"rank": rank, "at": 3}]}
+
+
 TENSORS = {"w": bits("w", (6, 1000)), "scalar": bits("scalar", ()), "c": bits("c", (5,)), "empty": bits("empty", (0, 3))}
 
 
@@ -58,7 +63,7 @@ def write_checkpoint(root: Path) -> Path:
         (folder / file).write_bytes(data)
         digests = block_digests(data, BLOCK)
         index = build_index(tensor_entries(plan, file), [FileEntry(name=file, nbytes=len(data), block_digests=digests)], BLOCK)
-        objects = encode_objects({"epoch": 1, "rank": rank})
+        objects = encode_objects(objects_of(rank))
         parts.append(Part(run=ATTEMPT.run, step=7, save_id=ATTEMPT.save_id, rank=rank, world_size=2, index=index, objects=objects))
         (folder / f"part-{rank:05d}.safetensors").write_bytes(encode_part(parts[-1]))
     merged = merge_indexes([part.index for part in parts])
@@ -106,8 +111,8 @@ def test_the_reader_of_the_page_reads_and_proves_a_checkpoint(tmp_path: Path) ->
     for name, (dtype, value) in tensors.items():
         assert dtype == DTYPE_OF[name]
         assert np.array_equal(value, TENSORS["w" if name == "tied" else name])
-    assert objects["trees"] == [{"epoch": 1, "rank": 0}, {"epoch": 1, "rank": 1}]
-    assert objects["ranks"] == [[0, 0], [1, 1]]
+    assert objects == {rank: objects_of(rank) for rank in range(2)}
+    assert "changes" in json.loads((tmp_path / ATTEMPT.folder / "objects.json").read_bytes())
 
 
 def test_the_reader_of_the_page_notices_a_flipped_bit_in_any_file(tmp_path: Path) -> None:

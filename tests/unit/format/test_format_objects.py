@@ -28,6 +28,7 @@ from tierstore.format.objects import (
     TensorRef,
     decode_objects,
     encode_objects,
+    load_objects,
     merge_objects,
     object_ranks,
     split_objects,
@@ -398,6 +399,110 @@ def test_identical_ranks_are_stored_once_and_each_gets_its_own_back() -> None:
         split_objects(merged, 4)
 
 
+def a_training_state(rank: int, stage: int = 0) -> dict[str, Any]:
+    layers = range(100 * stage, 100 * stage + 100)
+    return {
+        "model": {f"layers.{i}.weight": TensorRef(f"layers.{i}.weight") for i in layers},
+        "optim": [{"step": 3.0, "m": TensorRef(f"m.{i}"), 7: i} for i in layers],
+        "rng": bytes([rank % 256]) * 64,
+        "loader": {"at": rank, "seen": [1, 2]},
+    }
+
+
+@pytest.mark.parametrize("stages", [1, 7])
+def test_what_ranks_have_in_common_is_stored_once(stages: int) -> None:
+    parts = {rank: encode_objects(a_training_state(rank, rank % stages)) for rank in range(200)}
+    merged = merge_objects(parts)
+    assert len(merged) < stages * len(parts[0]) + 200 * 250
+    document = load_objects(merged)
+    assert len(document.trees) == stages
+    assert {rank: document.split(rank) for rank in parts} == parts
+    assert split_objects(merged, 123) == parts[123]
+    assert dict(document) == {(rank,): data for rank, data in parts.items()}
+    assert len(set(object_ranks(merged).values())) == 200
+    assert merge_objects(parts) == merged
+
+
+def test_numbers_that_only_look_equal_are_kept_apart() -> None:
+    values = [1, True, 1.0, 0, -0.0, 0.0, False, None, "1", [1], [True], 12, 1.5, 10**40]
+    parts = {
+        rank: encode_objects({"same": ["x" * 50] * 20, "value": value, "more": {"n": [value, 1]}}) for rank, value in enumerate(values)
+    }
+    merged = merge_objects(parts)
+    assert len(json.loads(merged)["trees"]) == 1
+    assert {rank: split_objects(merged, rank) for rank in parts} == parts
+
+
+@settings(max_examples=150, deadline=None)
+@given(pick=st.data())
+def test_trees_that_differ_anywhere_come_back_as_they_were(pick: st.DataObject) -> None:
+    leaves = st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from([0.0, -0.0, 1.0, "", "a", 'é"', "long" * 30])
+    trees = st.recursive(leaves, lambda t: st.lists(t, max_size=4) | st.dictionaries(st.sampled_from("abcd"), t, max_size=4), max_leaves=12)
+    base = pick.draw(trees)
+    parts = {}
+    for rank in range(pick.draw(st.integers(1, 6))):
+        own = pick.draw(trees) if pick.draw(st.booleans()) else base
+        parts[rank] = encode_objects({"same": "x" * pick.draw(st.sampled_from([0, 300])), "own": own, "list": [base, own, 1]})
+    merged = merge_objects(parts)
+    document = load_objects(merged)
+    assert {rank: document.split(rank) for rank in parts} == parts
+    assert {rank: data for ranks, data in document for rank in ranks} == parts
+
+
+def test_a_rank_written_in_another_way_is_stored_whole_and_means_the_same() -> None:
+    """Another version may put spaces elsewhere."""
+    parts = {0: encode_objects(a_training_state(0)), 1: json.dumps(json.loads(encode_objects(a_training_state(1))), indent=1).encode()}
+    document = load_objects(merge_objects(parts))
+    assert len(document.trees) == 2
+    assert document.split(1) == encode_objects(a_training_state(1))
+
+
+@pytest.mark.parametrize("bad", ["NaN", '{"a":1,"a":1}', "9" * 60, "[1", '"\\ud800"', "1 2", "[[[[1,]]]]"])
+def test_a_malformed_part_that_begins_like_another_is_refused(bad: str) -> None:
+    good = encode_objects({"same": "x" * 500, "value": 0, "end": [1, 2]})
+    assert good.count(b'"value":0') == 1
+    with pytest.raises(FormatError):
+        merge_objects({0: good, 1: good.replace(b'"value":0', b'"value":' + bad.encode())})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        3,
+        [3],
+        [[0]],
+        [[1, []]],
+        [[-1, []]],
+        [[True, []]],
+        [[0, 3]],
+        [[0, [[[], 1]]]],
+        [[0, [["a", 1]]]],
+        [[0, [[["x"], 1]]]],
+        [[0, [[[0], 1]]]],
+        [[0, [[["a", 2], 1]]]],
+        [[0, [[["a", -1], 1]]]],
+        [[0, [[["a", "0"], 1]]]],
+        [[0, [[["a", True], 1]]]],
+        [[0, [[["a", 0, 0], 1]]]],
+        [[0, [[["a"], 1], [["a"], 2]]]],
+        [[0, [[["a"], [3]], [["a", 0], 2]]]],
+        [[0, [[["a", 0], 2], [["a"], [3]]]]],
+        [[0, [[["a"] * 200, 1]]]],
+    ],
+)
+def test_malformed_changes_are_refused(changes: Any) -> None:
+    body = {"format": "tierstore.objects", "format_version": "1.0", "ranks": [[0, 0], [1, 1]], "trees": [{"a": [1, 2]}], "changes": changes}
+    with pytest.raises(FormatError):
+        split_objects(json.dumps(body).encode(), 1)
+
+
+def test_reading_one_rank_leaves_the_others_as_they_are() -> None:
+    parts = {rank: encode_objects(a_training_state(rank)) for rank in range(3)}
+    document = load_objects(merge_objects(parts))
+    for _ in range(2):
+        assert {rank: document.split(rank) for rank in (2, 0, 1)} == parts
+
+
 def test_merging_nothing_or_malformed_parts_is_refused() -> None:
     with pytest.raises(UsageError, match="no rank"):
         merge_objects({})
@@ -470,7 +575,9 @@ def test_any_tree_comes_back_exactly(tree: Any) -> None:
 
 SEED_CASES = ("ints", "floats", "complex", "bytes", "sets", "mixed keys", "tensor", "opaque", "ranges", "numpy arrays", "numpy scalars")
 SEED = encode_objects({case: VALUES[case][:6] if case == "ints" else VALUES[case] for case in SEED_CASES})
-MERGED = merge_objects({0: encode_objects({"a": (1, 2)}), 1: encode_objects([b"x"])})
+MERGED = merge_objects(
+    {0: encode_objects({"a": (1, 2), "b": ["x"] * 20}), 1: encode_objects([b"x"]), 2: encode_objects({"a": (1, 3), "b": ["x"] * 20})}
+)
 
 
 @settings(max_examples=300, deadline=None)
