@@ -12,6 +12,7 @@ import torch
 import tierstore
 from tierstore.state.lazy import Checkpoint
 from tierstore.store import Store
+from tierstore.testing.equality import assert_same_state
 
 
 @contextmanager
@@ -53,3 +54,9 @@ def hf_tensors(folder: Path) -> dict[str, torch.Tensor]:
         found.update(load_file(folder / name))
     assert set(found) == set(weight_map)
     return found
+
+
+def assert_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """The same names in any order, with the same dtypes, shapes and bits."""
+    assert set(found) == set(wanted)
+    assert_same_state({name: found[name] for name in wanted}, wanted)

@@ -133,6 +133,11 @@ class RenamedReader:
     def index(self) -> RoutingIndex:
         return self._index
 
+    @property
+    def manifest(self) -> Any:
+        """The stored checkpoint's, where it has one: files that came with its tensors go along in an export."""
+        return getattr(self._stored, "manifest", None)
+
     async def objects(self, rank: int) -> bytes:
         return encode_objects({name: TensorRef(name) for name in self._views})
 
