@@ -110,10 +110,16 @@ def merge_indexes(indexes: Sequence[Index], *, labels: Sequence[str] | None = No
     codes = {entry: code for code, entry in enumerate(dtypes)}
 
     # Every input row gets the number of its name among all names, sorted; rows of the same tensor then lie together, ranks in order.
-    raw = [index.raw_name(row) for index in indexes for row in range(len(index))]
-    unique = sorted(set(raw))
+    # Most ranks have the same names: each list is looked at once.
+    lists: dict[tuple[bytes, bytes], list[bytes]] = {}
+    keys = [(c.names.tobytes(), c.name_starts.tobytes()) for c in all_columns]
+    for key, index in zip(keys, indexes, strict=True):
+        if key not in lists:
+            lists[key] = [index.raw_name(row) for row in range(len(index))]
+    unique = sorted(set().union(*lists.values()))
     number_of = {name: number for number, name in enumerate(unique)}
-    tensor_of = np.array([number_of[name] for name in raw], dtype=np.int64)
+    numbers = {key: np.array([number_of[name] for name in names], dtype=np.int64) for key, names in lists.items()}
+    tensor_of = _concat([numbers[key] for key in keys], np.int64)
     order = np.argsort(tensor_of, kind="stable")
     tensor_of = tensor_of[order]
     first = np.flatnonzero(np.diff(tensor_of, prepend=-1))

@@ -9,9 +9,9 @@ from __future__ import annotations
 import bisect
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -211,6 +211,12 @@ class Index:
     def __iter__(self) -> Iterator[TensorEntry]:
         """Every tensor, sorted by name. Makes Python objects of all extents: for tools, not for planning."""
         return (self._entry(row) for row in range(len(self)))
+
+    def detached(self) -> Index:
+        """The same index, in memory of its own: the file that its columns were views of can go."""
+        columns: dict[str, Any] = {field.name: getattr(self.columns, field.name) for field in fields(self.columns)}
+        copied = {name: np.array(column) for name, column in columns.items() if isinstance(column, np.ndarray)}
+        return Index(columns=IndexColumns(**{**columns, **copied}), block_nbytes=self.block_nbytes)
 
     def names(self) -> list[str]:
         """All names, sorted by their UTF-8 bytes."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tierstore.clock import Clock, parse_utc
@@ -20,21 +20,19 @@ from tierstore.errors import (
     FormatError,
     IncompleteError,
     IntegrityError,
-    NotFoundError,
     UsageError,
     VersionError,
 )
 from tierstore.format.digest import block_digests, digest_of, file_digest
 from tierstore.format.index import Index, check_coverage, decode_index, encode_index, head_nbytes, merge_indexes
 from tierstore.format.manifest import FileRecord, Manifest, decode_manifest, encode_manifest
-from tierstore.format.objects import merge_objects, object_ranks, split_objects
-from tierstore.format.part import Part, decode_part
+from tierstore.format.objects import load_objects, merge_objects
 from tierstore.format.record import Record
-from tierstore.names import INDEX, MANIFEST, OBJECTS, Attempt, part_name, save_id_time
+from tierstore.names import INDEX, MANIFEST, OBJECTS, Attempt, save_id_time
 from tierstore.storage.contract import Storage
+from tierstore.tiers.gathering import Gathered, Gathering, PackedObjects
 from tierstore.tiers.log import decide_fate, read_fate
 from tierstore.tiers.tier import Tiers
-from tierstore.tiers.together import together
 
 __all__ = ["commit", "condemned_error"]
 
@@ -42,8 +40,6 @@ log = logging.getLogger(__name__)
 
 _POLL_FIRST_S = 0.05
 _POLL_LAST_S = 2.0
-_AT_ONCE = 16
-_ASK_UNLISTED = 64
 
 
 async def commit(
@@ -76,7 +72,7 @@ async def commit(
     """
     storage = tiers.authority.storage
     end = None if deadline_s is None else clock.monotonic() + deadline_s
-    gathering = _Gathering(storage=storage, attempt=attempt, world_size=world_size)
+    gathering = Gathering(storage=storage, attempt=attempt, world_size=world_size)
     pause = _POLL_FIRST_S
     while True:
         fate = await read_fate(storage, attempt)
@@ -84,7 +80,7 @@ async def commit(
             return _accept(fate, attempt)
         await gathering.look()
         if gathering.complete:
-            return await _commit(tiers, attempt, gathering.ordered(), clock, condemn=condemn)
+            return await _commit(tiers, attempt, gathering.take(), clock, condemn=condemn)
         if end is not None and clock.monotonic() >= end:
             missing, reasons = gathering.missing(), gathering.explain()
             if not condemn:
@@ -120,123 +116,23 @@ def _accept(fate: Record, attempt: Attempt) -> Record:
     return fate
 
 
-@dataclass(slots=True, kw_only=True)
-class _Gathering:
-    """What has been found so far of an attempt: parts by rank, and why others don't count yet."""
-
-    storage: Storage
-    attempt: Attempt
-    world_size: int | None
-    parts: dict[int, tuple[Part, bytes]] = field(default_factory=dict)
-    troubles: dict[int, str] = field(default_factory=dict)
-    proven: set[int] = field(default_factory=set)
-
-    @property
-    def complete(self) -> bool:
-        return self.world_size is not None and len(self.proven) == self.world_size
-
-    def ordered(self) -> list[tuple[Part, bytes]]:
-        return [self.parts[rank] for rank in sorted(self.parts)]
-
-    def missing(self) -> list[int]:
-        return [rank for rank in range(self.world_size or 0) if rank not in self.proven]
-
-    def explain(self) -> str:
-        if self.world_size is None:
-            return "; ".join(["no rank's part is there", *self.troubles.values()][:8])
-        silent = [rank for rank in self.missing() if rank not in self.troubles]
-        texts = [self.troubles[rank] for rank in self.missing() if rank in self.troubles][:8]
-        if silent:
-            shown = ", ".join(map(str, silent[:32])) + (f" and {len(silent) - 32} more" if len(silent) > 32 else "")
-            texts.insert(0, f"no part of rank{'s' if len(silent) > 1 else ''} {shown} of {self.world_size}")
-        return "; ".join(texts)
-
-    async def look(self) -> None:
-        """Reads the parts that have come since the last look, and proves that their files are there with the right sizes.
-
-        The names come from the ranks' own reports. A listing only speeds this up: what it does not show is asked for by name, for a
-        shared file system may list late (PROTOCOLS.md §1).
-        """
-        listing = await self.storage.children(self.attempt.folder)
-        names = {info.path.rpartition("/")[2] for info in listing.files}
-        if self.world_size is None:
-            await self._learn_world_size(names)
-        wanted = [rank for rank in self.missing() if rank not in self.parts]
-        listed = [rank for rank in wanted if part_name(rank) in names]
-        unlisted = [rank for rank in wanted if part_name(rank) not in names][:_ASK_UNLISTED]
-        await together(self._take, [*listed, *unlisted], at_once=_AT_ONCE)
-        await together(self._prove, [rank for rank in self.missing() if rank in self.parts], at_once=_AT_ONCE)
-
-    async def _learn_world_size(self, names: set[str]) -> None:
-        """The first part that can be read says how many ranks there are."""
-        for rank in sorted(r for name in names if (r := _rank_of(name)) is not None) or [0]:
-            await self._take(rank)
-            if self.world_size is not None:
-                return
-
-    async def _take(self, rank: int) -> None:
-        path = self.attempt.path(part_name(rank))
-        try:
-            data = await self.storage.read(path)
-            part = await asyncio.to_thread(decode_part, data)
-        except NotFoundError:
-            return
-        except VersionError:
-            raise
-        except IntegrityError as error:
-            self._trouble(rank, f"{path}: {error.message}")
-            return
-        if (part.run, part.step, part.save_id, part.rank) != (self.attempt.run, self.attempt.step, self.attempt.save_id, rank):
-            self._trouble(rank, f"{path} is the part of rank {part.rank} of {part.run}@{part.step} ({part.save_id})")
-            return
-        if self.world_size is None:
-            self.world_size = part.world_size
-        if part.world_size != self.world_size or not 0 <= rank < part.world_size:
-            self._trouble(rank, f"{path} says that {part.world_size} ranks save together, others say {self.world_size}")
-            return
-        self.troubles.pop(rank, None)
-        self.parts[rank] = (part, data)
-
-    async def _prove(self, rank: int) -> None:
-        part, _ = self.parts[rank]
-        for file in part.index.files():
-            path = self.attempt.path(file.name)
-            try:
-                nbytes = (await self.storage.stat(path)).nbytes
-            except NotFoundError:
-                self._trouble(rank, f"rank {rank} reported {path}, which is not there")
-                return
-            if nbytes != file.nbytes:
-                self._trouble(rank, f"{path} has {nbytes} bytes, rank {rank} reported {file.nbytes}")
-                return
-        self.troubles.pop(rank, None)
-        self.proven.add(rank)
-
-    def _trouble(self, rank: int, text: str) -> None:
-        if self.troubles.get(rank) != text:
-            log.warning("checkpoint=%s rank=%d does not count yet: %s", self.attempt.folder, rank, text)
-        self.troubles[rank] = text
-
-
-def _rank_of(name: str) -> int | None:
-    digits = name.removeprefix("part-").removesuffix(".safetensors")
-    return int(digits) if digits.isascii() and digits.isdigit() and name == part_name(int(digits)) else None
-
-
-async def _commit(tiers: Tiers, attempt: Attempt, parts: list[tuple[Part, bytes]], clock: Clock, *, condemn: bool) -> Record:
+async def _commit(tiers: Tiers, attempt: Attempt, parts: list[Gathered], clock: Clock, *, condemn: bool) -> Record:
     storage = tiers.authority.storage
+    world_size = len(parts)
+    records, first = [part.record for part in parts], parts[0].facts
     try:
-        index, objects = await asyncio.to_thread(_merge, [part for part, _ in parts])
+        index, objects = await asyncio.to_thread(_merge, parts)
     except (IncompleteError, FormatError, UsageError) as error:
         # The parts are final and contradict each other: no waiting mends that.
         if not condemn:
             raise
-        facts = {"reason": f"the ranks' parts do not make a whole: {error.message}", "missing": [], "world_size": len(parts)}
+        facts = {"reason": f"the ranks' parts do not make a whole: {error.message}", "missing": [], "world_size": world_size}
         try:
             return _accept(await decide_fate(storage, attempt, "condemned", facts, clock), attempt)
         except CondemnedError as condemned:
             raise condemned from error
 
+    parts.clear()  # all that they say is merged: a large checkpoint's need not be in memory twice
     reach("commit.before-objects")
     objects = await _publish(storage, attempt, OBJECTS, objects, lambda found: _remerged(found) == objects)
 
@@ -244,7 +140,7 @@ async def _commit(tiers: Tiers, attempt: Attempt, parts: list[tuple[Part, bytes]
     reach("commit.before-index")
     encoded = await _publish(storage, attempt, INDEX, encoded, lambda found: encode_index(*decode_index(found)) == encoded)
 
-    manifest = build_manifest(tiers.store_id, attempt, parts, index, objects=objects, encoded_index=encoded)
+    manifest = build_manifest(tiers.store_id, attempt, first, records, index, objects=objects, encoded_index=encoded)
     document = encode_manifest(manifest)
     reach("commit.before-manifest")
     document = await _publish(storage, attempt, MANIFEST, document, lambda found: _same_files(found, manifest))
@@ -264,10 +160,10 @@ async def _commit(tiers: Tiers, attempt: Attempt, parts: list[tuple[Part, bytes]
     return fate
 
 
-def _merge(parts: list[Part]) -> tuple[Index, bytes]:
+def _merge(parts: list[Gathered]) -> tuple[Index, bytes]:
     merged = merge_indexes([part.index for part in parts], labels=[f"rank {part.rank}" for part in parts])
     check_coverage(merged)
-    return merged, merge_objects({part.rank: part.objects for part in parts})
+    return merged, merge_objects(PackedObjects(parts))
 
 
 def _index_metadata(attempt: Attempt) -> dict[str, Any]:
@@ -275,18 +171,33 @@ def _index_metadata(attempt: Attempt) -> dict[str, Any]:
 
 
 def build_manifest(
-    store_id: str, attempt: Attempt, parts: list[tuple[Part, bytes]], index: Index, *, objects: bytes, encoded_index: bytes
+    store_id: str,
+    attempt: Attempt,
+    facts: Mapping[str, Any],
+    parts: Sequence[FileRecord],
+    index: Index,
+    *,
+    objects: bytes,
+    encoded_index: bytes,
 ) -> Manifest:
-    """The manifest as a function of the parts: the same for every committer, whoever and whenever it is."""
-    first = parts[0][0]
-    facts = first.facts
+    """The manifest as a function of the parts: the same for every committer, whoever and whenever it is.
+
+    Args:
+        store_id: The store.
+        attempt: The attempt.
+        facts: What the first rank's part says of the checkpoint.
+        parts: The part records' files, one a rank.
+        index: The merged index.
+        objects: The merged objects.
+        encoded_index: The index as it is written.
+    """
     block_nbytes = index.block_nbytes
 
     def file(name: str, data: bytes, kind: str) -> FileRecord:
         return FileRecord(name=name, nbytes=len(data), digest=file_digest(block_digests(data, block_nbytes)), kind=kind)
 
     files = [FileRecord(name=f.name, nbytes=f.nbytes, digest=f.digest, kind="shard") for f in index.files()]
-    files += [file(part_name(part.rank), data, "part") for part, data in parts]
+    files += parts
     head = head_nbytes(encoded_index) or 0
     index_file = file(INDEX, encoded_index, "index")
     if head:
@@ -297,7 +208,7 @@ def build_manifest(
         run=attempt.run,
         step=attempt.step,
         save_id=attempt.save_id,
-        world_size=first.world_size,
+        world_size=len(parts),
         block_nbytes=block_nbytes,
         created_at=parse_utc(facts["created_at"]) if "created_at" in facts else save_id_time(attempt.save_id),
         files=tuple(sorted(files, key=lambda f: f.name)),
@@ -325,7 +236,7 @@ def commit_facts(manifest: Manifest, document: bytes) -> dict[str, Any]:
 
 
 def _remerged(objects: bytes) -> bytes:
-    return merge_objects({rank: split_objects(objects, rank) for rank in object_ranks(objects)})
+    return merge_objects({rank: data for ranks, data in load_objects(objects) for rank in ranks})
 
 
 def _same_files(document: bytes, manifest: Manifest) -> bool:
