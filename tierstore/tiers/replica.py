@@ -17,7 +17,7 @@ from tierstore.errors import AccessError, IntegrityError, NotFoundError, Storage
 from tierstore.format.digest import DIGEST_NBYTES, bad_blocks, block_digests, digest_of, file_digest
 from tierstore.format.index import FileEntry, Index, PagedIndex, RoutingIndex, decode_head, decode_index
 from tierstore.format.manifest import FileRecord, Manifest, decode_manifest
-from tierstore.format.objects import object_ranks, split_objects
+from tierstore.format.objects import ObjectsDocument, load_objects
 from tierstore.names import INDEX, MANIFEST, OBJECTS, shard_name
 from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.fetching import BUDGET_NBYTES, fetch
@@ -83,7 +83,7 @@ class Replica:
         self._reasons: dict[tuple[str, str], TierStoreError] = {}
         self._absent: set[tuple[str, str]] = set()
         self._down: dict[str, TierStoreError] = {}
-        self._objects: bytes | None = None
+        self._objects: ObjectsDocument | None = None
         self._manifest_document = b""
         self._entries: dict[str, FileEntry] = {}
 
@@ -118,7 +118,7 @@ class Replica:
             IntegrityError: No tier has a good copy of objects.json.
             NotFoundError: The checkpoint has nothing of that rank.
         """
-        return await asyncio.to_thread(split_objects, await self._all_objects(), rank)
+        return await asyncio.to_thread((await self._all_objects()).split, rank)
 
     async def object_ranks(self) -> dict[int, int]:
         """Which tree each saved rank has, by number: ranks with the same number have the same objects.
@@ -126,7 +126,7 @@ class Replica:
         Raises:
             IntegrityError: No tier has a good copy of objects.json.
         """
-        return await asyncio.to_thread(object_ranks, await self._all_objects())
+        return dict((await self._all_objects()).ranks)
 
     async def document(self, name: str) -> bytes:
         """A small file (manifest, index, objects, a part record) as a whole, proved.
@@ -174,9 +174,9 @@ class Replica:
 
     # ---- inside
 
-    async def _all_objects(self) -> bytes:
+    async def _all_objects(self) -> ObjectsDocument:
         if self._objects is None:
-            self._objects = await self._document(self._record(OBJECTS))
+            self._objects = await asyncio.to_thread(load_objects, await self._document(self._record(OBJECTS)))
         return self._objects
 
     async def _fill(self, span: Span, view: memoryview, verify: bool, slots: dict[str, asyncio.Semaphore]) -> None:
