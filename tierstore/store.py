@@ -495,7 +495,8 @@ class Store:
         first = first_of_node(ranks, what, str(lock_path(self._session.tiers, self.run) or ""))
         adopted, _ = together(ranks, f"{what}: committing what lies on the nodes", lambda: self._worker.adopt() if first else None)
         catalog, _ = together(ranks, f"{what}: looking at the tiers", self._catalog)
-        found = candidates(ranks, what, catalog, adopted=adopted, shared=self._shared_tiers())
+        locked = first and adopted is None
+        found = candidates(ranks, what, catalog, adopted=adopted, locked=locked, shared=self._shared_tiers())
         skipped: list[int] = []
         for stuck in found.stuck:
             if not fallback:
@@ -702,6 +703,7 @@ class Store:
             codecs=self._codecs,
             ranks=ranks,
             what=what,
+            exchange_nbytes=self.config.io.max_scratch,
         )
         return info, state
 

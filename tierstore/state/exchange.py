@@ -100,7 +100,8 @@ class Exchange:
         # rank 0 is waited for longest, as it is rank 0 that names who is missing.
         patience_s = plan.slowest_nbytes / _SLOWEST + deadline_s * (2 if agreement.rank == 0 else 3)
         try:
-            together(self._patient(patience_s), self._what, lambda: self._carry_out(reader, run, plan, wants, deadline_s))
+            agreement.deadline_s = patience_s
+            together(agreement, self._what, lambda: self._carry_out(reader, run, plan, wants, deadline_s))
         finally:
             agreement.deadline_s = deadline_s
 
@@ -142,15 +143,16 @@ class Exchange:
             sweep = _Sweep(reader, run, plan, wants, self._agreement.rank, pool)
             if plan.members:
                 store = self._agreement.place()
-                with Lines(store, rank=self._agreement.rank, members=plan.members, timeout_s=timeout_s) as lines:
-                    sweep.run(lines)
+                try:
+                    with Lines(store, rank=self._agreement.rank, members=plan.members, timeout_s=timeout_s) as lines:
+                        sweep.run(lines)
+                except RankError:
+                    if self._agreement.rank == 0:  # the others see that too, or have waited in vain, by then: who does not come is gone
+                        self._agreement.deadline_s = timeout_s
+                    raise
             else:
                 sweep.run(None)
             aside.result()
-
-    def _patient(self, deadline_s: float) -> Agreement:
-        self._agreement.deadline_s = deadline_s
-        return self._agreement
 
 
 def _kept_units(plan: Plan, rank: int) -> list[Unit]:
