@@ -66,7 +66,7 @@ def first_of_node(ranks: Agreement | None, what: str, node_tier: str) -> bool:
 
 
 def candidates(
-    ranks: Agreement | None, what: str, catalog: Catalog, *, adopted: ReconcileReport | None, shared: Collection[str]
+    ranks: Agreement | None, what: str, catalog: Catalog, *, adopted: ReconcileReport | None, locked: bool, shared: Collection[str]
 ) -> Candidates:
     """Agrees on what can be resumed from.
 
@@ -75,9 +75,10 @@ def candidates(
         what: What it is about, for messages.
         catalog: What this rank sees, after all ranks have adopted what lay on their nodes.
         adopted: What this rank's adoption did, where it was the one to do it.
+        locked: It was the one, and another process was at it.
         shared: The names of the tiers that all ranks see.
     """
-    mine = _view(catalog, adopted, shared)
+    mine = {**_view(catalog, adopted, shared), "locked": locked}
     if ranks is None:
         return _candidates(_merge([mine]))
     first = json.loads(ranks.share(what, json.dumps(mine).encode()))
@@ -151,10 +152,10 @@ def _facts(info: CheckpointInfo, shared: Collection[str]) -> Facts:
 
 
 def _view(catalog: Catalog, adopted: ReconcileReport | None, shared: Collection[str]) -> dict[str, Any]:
-    """One rank's view: `offered` and `open` by save id, `withdrawn` save ids, and the `failures` of adoption by save id."""
+    """One rank's view: `offered` and `open` by save id, `withdrawn` save ids, and what adoption could not do."""
     offered = [c for c in catalog.checkpoints if not (c.superseded or c.hidden)]
     newest = offered[-1].step if offered else -1
-    failed = adopted.failed if adopted is not None else ()
+    adopted = adopted or ReconcileReport()
     return {
         "offered": {c.attempt.save_id: _facts(c, shared) for c in offered},
         "withdrawn": [c.attempt.save_id for c in catalog.checkpoints if c.hidden] + [a.save_id for a in catalog.swept],
@@ -170,9 +171,10 @@ def _view(catalog: Catalog, adopted: ReconcileReport | None, shared: Collection[
         },
         "failures": {
             f.copy.attempt.save_id: [f"{type(f.error).__name__}: {f.error.message}", isinstance(f.error, IntegrityError)]
-            for f in failed
+            for f in adopted.failed
             if f.copy.kind == "commit"
         },
+        "waiting": {copy.attempt.save_id: reason for copy, reason in adopted.waiting if copy.kind == "commit"},
     }
 
 
@@ -189,7 +191,7 @@ def _difference(mine: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
         "offered": {k: v for k, v in mine["offered"].items() if k not in first["offered"]},
         "withdrawn": [k for k in mine["withdrawn"] if k in first["offered"]],
         "open": opened,
-        "failures": mine["failures"],
+        **{key: mine[key] for key in ("failures", "waiting", "locked")},
     }
 
 
@@ -199,6 +201,7 @@ def _merge(views: Sequence[dict[str, Any]]) -> dict[str, Any]:
     offered: dict[str, Facts] = {}
     opened: dict[str, dict[str, Any]] = {}
     failures: dict[str, list[Any]] = {}
+    locked = ""
     for rank, view in enumerate(views):
         for save_id, facts in view["offered"].items():
             offered.setdefault(save_id, facts)
@@ -207,8 +210,14 @@ def _merge(views: Sequence[dict[str, Any]]) -> dict[str, Any]:
             known["seen"] = sorted({*known["seen"], *one["seen"]})
             known["world_size"] = known["world_size"] or one["world_size"]
             known["unreadable"] = known["unreadable"] or one["unreadable"]
+        where = f" (on rank {rank})" if len(views) > 1 else ""
         for save_id, (reason, damaged) in view["failures"].items():
-            failures.setdefault(save_id, [f"{reason} (on rank {rank})" if len(views) > 1 else reason, damaged])
+            failures.setdefault(save_id, [f"{reason}{where}", damaged])
+        if view["locked"]:
+            locked = f"another process works on the node's tier{where}; wait for it"
+    for view in views:  # what is whole and still waits has receipts or part records that can't be read
+        for save_id, reason in view["waiting"].items():
+            failures.setdefault(save_id, [locked or f"not all of it can be read: it waits for {reason}", not locked])
     steps: dict[int, Facts] = {}
     for save_id in sorted(offered):  # of two attempts at one step the later one wins
         if save_id not in withdrawn:
@@ -218,6 +227,7 @@ def _merge(views: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "facts": [steps[step] for step in sorted(steps, reverse=True)],
         "open": {k: v for k, v in opened.items() if v["step"] > newest and k not in offered and k not in withdrawn},
         "failures": failures,
+        "locked": locked,
     }
 
 
@@ -231,7 +241,7 @@ def _candidates(merged: dict[str, Any]) -> Candidates:
         if one["unreadable"]:
             stuck.append(Stuck(step=one["step"], message=one["unreadable"], damaged=True))
         elif whole:
-            reason, damaged = merged["failures"].get(save_id, ["another process works on the node's tier; wait for it", False])
+            reason, damaged = merged["failures"].get(save_id, [merged["locked"] or "nobody tried", False])
             message = f"step {one['step']} is staged on the nodes, and could not be committed, so that {back}: {reason}"
             stuck.append(Stuck(step=one["step"], message=message, damaged=damaged))
         else:
