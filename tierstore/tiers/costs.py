@@ -43,7 +43,7 @@ class Speed:
 
 
 LOCAL = Speed(latency_s=125e-6, bandwidth=2 * _GIB)
-"""A file system: a request costs what 256 KiB cost."""
+"""A file system: a request costs about what 256 KiB cost."""
 
 REMOTE = Speed(latency_s=10e-3, bandwidth=100 * _MIB)
 """An object store: a request costs what 1 MiB costs."""

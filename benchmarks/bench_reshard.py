@@ -1,0 +1,302 @@
+"""Loading another layout: bytes fetched for the bytes needed, requests and time, for row, column and 2-D slices of one checkpoint.
+
+Four ranks save four matrices by rows. One rank of eight then loads its rows, its columns, or its cell of a 2 x 4 grid: from a local
+directory, and from a real S3 server behind 20 ms of latency for each request. The peers are stock DCP, Hugging Face's reader of it, and
+s3torchconnector; they load the same chunks into the same DTensors, through readers made anew each time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import socket
+import statistics
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from common import arguments, scratch, timed
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import tierstore
+from tierstore.testing.servers import embedded_server
+from tierstore.units import format_size
+
+SAVERS, TENSORS, LATENCY_S = 4, 4, 0.020
+LAYOUTS = {
+    "rows, Shard(0) of 8": ((8,), [Shard(0)]),
+    "columns, Shard(1) of 8": ((8,), [Shard(1)]),
+    "2-D, Shard(0) of 2, Shard(1) of 4": ((2, 4), [Shard(0), Shard(1)]),
+    "everything": ((8,), [Replicate()]),
+}
+OURS = "tierstore, every block proved"
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    args = arguments(__doc__ or "", nbytes="256MiB", repeat=5)
+    side = int((args.nbytes / TENSORS / 4) ** 0.5) // 64 * 64
+    with scratch(args.directory) as root, embedded_server(root / "server") as server:
+        server.make_bucket("bench")
+        options = server.options()
+        os.environ.update(AWS_ACCESS_KEY_ID=options["key"], AWS_SECRET_ACCESS_KEY=options["secret"], AWS_EC2_METADATA_DISABLED="true")
+        save_with_ranks(root, options, side)
+        dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=8)
+        print(f"{TENSORS} float32 tensors of {side} x {side}, saved by {SAVERS} ranks by rows; rank 2 of 8 loads its part; {server.kind}")
+        with far_away(options["endpoint_url"], LATENCY_S) as (endpoint_url, link):
+            far = {**options, "endpoint_url": endpoint_url}
+            tier = {"name": "object", "uri": "s3://bench/ours", "options": far}
+            with (
+                tierstore.open({"run": "bench", "tiers": [str(root / "ours")]}) as near_store,
+                tierstore.open({"run": "bench", "tiers": [tier]}) as far_store,
+            ):
+                local = Bench(
+                    where="a local directory, in the page cache",
+                    peers={
+                        OURS: lambda into: near_store.load(into=into),
+                        "DCP FileSystemReader, no check": lambda into: load(into, dcp.FileSystemReader(root / "dcp")),
+                        "DCP HuggingFaceStorageReader (mapped), no check": lambda into: load(
+                            into, HuggingFaceStorageReader(str(shards_of(root / "ours")))
+                        ),
+                    },
+                    counters=local_counters,
+                )
+                remote = Bench(
+                    where=f"S3, {LATENCY_S * 1000:.0f} ms for each request",
+                    peers={
+                        OURS: lambda into: far_store.load(into=into),
+                        "DCP FsspecReader (s3fs), no check": lambda into: load(into, FsspecReader("s3://bench/dcp", **for_s3fs(far))),
+                        **s3torchconnector_peer(endpoint_url),
+                    },
+                    counters=lambda: counters_of(link),
+                )
+                for bench in (local, remote):
+                    for name, (mesh, placements) in LAYOUTS.items():
+                        bench.run(name, side, mesh, placements, args.repeat)
+        dist.destroy_process_group()
+
+
+# ---- the measurements
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """Peers that load from one place. `counters` returns requests and bytes so far."""
+
+    where: str
+    peers: dict[str, Callable[[Any], object]]
+    counters: Callable[[], tuple[int, int]]
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def run(self, layout: str, side: int, mesh: tuple[int, ...], placements: list[Any], repeat: int) -> None:
+        device_mesh = init_device_mesh("cpu", mesh)
+        seconds: dict[str, list[float]] = {name: [] for name in self.peers}
+        requests: dict[str, int] = {}
+        fetched: dict[str, int] = {}
+        needed = 0
+        for turn in range(repeat + 1):  # the first is to warm up: connections, imports, page cache
+            for name, peer in self.peers.items():
+                if name in self.failed:
+                    continue
+                into = {f"t{i}": empty(side, device_mesh, placements) for i in range(TENSORS)}
+                needed = sum(t.to_local().nbytes for t in into.values())
+                before = self.counters()
+                try:
+                    took = timed(peer, into)
+                except Exception as error:  # noqa: BLE001  # a peer that can't do it is part of the result
+                    self.failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"
+                    continue
+                after = self.counters()
+                requests[name], fetched[name] = after[0] - before[0], after[1] - before[1]
+                if turn:
+                    seconds[name].append(took)
+                else:
+                    check(into, side)
+        print(f"\n{layout}, from {self.where}: {format_size(needed)} needed of {format_size(TENSORS * side * side * 4)}")
+        base = statistics.median(seconds[OURS])
+        for name in self.peers:
+            if name in self.failed:
+                print(f"  {name:<50} can't: {self.failed[name]}")
+                continue
+            median = statistics.median(seconds[name])
+            counted = f"{requests[name]:5} requests, bytes x{fetched[name] / needed:6.3f}"
+            print(f"  {name:<50}{median:8.3f} s   x{median / base:6.2f}   {counted}   ({min(seconds[name]):.3f}..{max(seconds[name]):.3f})")
+
+
+def load(into: Any, reader: Any) -> None:
+    dcp.load(into, storage_reader=reader, no_dist=True)
+
+
+def s3torchconnector_peer(endpoint_url: str) -> dict[str, Callable[[Any], object]]:
+    try:
+        from s3torchconnector import S3ClientConfig
+        from s3torchconnector._s3client import S3Client
+        from s3torchconnector.dcp import S3StorageReader
+        from s3torchconnector.dcp.s3_file_system import S3FileSystem
+    except ImportError as error:
+        print(f"s3torchconnector is left out: {error}; pip install 'tierstore[bench]'")
+        return {}
+
+    def peer(into: Any) -> None:
+        reader = S3StorageReader("us-east-1", "s3://bench/dcp")
+        # Its public constructor takes no endpoint: the file system beneath does, through its client.
+        client = S3Client("us-east-1", endpoint=endpoint_url, s3client_config=S3ClientConfig(force_path_style=True))
+        reader.fs = S3FileSystem("us-east-1", s3_client=client, reader_constructor=reader._reader_constructor)
+        load(into, reader)
+
+    return {"s3torchconnector S3StorageReader, no check": peer}
+
+
+def value(number: int, side: int) -> torch.Tensor:
+    return torch.randn(side, side, generator=torch.Generator().manual_seed(number))
+
+
+def empty(side: int, mesh: Any, placements: list[Any]) -> DTensor:
+    shape, _ = torch.distributed.tensor._utils.compute_local_shape_and_global_offset((side, side), mesh, placements)
+    return DTensor.from_local(torch.zeros(shape), mesh, placements, run_check=False, shape=torch.Size((side, side)), stride=(side, 1))
+
+
+def check(into: dict[str, DTensor], side: int) -> None:
+    for i in range(TENSORS):
+        tensor = into[f"t{i}"]
+        shape, offsets = torch.distributed.tensor._utils.compute_local_shape_and_global_offset(
+            (side, side), tensor.device_mesh, tensor.placements
+        )
+        part = tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))
+        assert torch.equal(tensor.to_local(), value(i, side)[part])
+
+
+# ---- saving
+
+
+def save_with_ranks(root: Path, options: dict[str, Any], side: int) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=save_rank, args=(rank, port, root, options, side)) for rank in range(SAVERS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert all(process.exitcode == 0 for process in ranks)
+
+
+def save_rank(rank: int, port: int, root: Path, options: dict[str, Any], side: int) -> None:
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=SAVERS)
+    mesh = init_device_mesh("cpu", (SAVERS,))
+    rows = side // SAVERS
+    state = {f"t{i}": DTensor.from_local(value(i, side)[rank * rows : (rank + 1) * rows].clone(), mesh, [Shard(0)]) for i in range(TENSORS)}
+    for tier in (str(root / "ours"), {"name": "object", "uri": "s3://bench/ours", "options": options}):
+        with tierstore.open({"run": "bench", "tiers": [tier]}, rank=rank, world_size=SAVERS) as store:
+            store.save(1, state).wait("committed", timeout=600)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(root / "dcp"))
+    dcp.save(state, storage_writer=FsspecWriter("s3://bench/dcp", **for_s3fs(options)))
+    dist.destroy_process_group()
+
+
+def shards_of(folder: Path) -> Path:
+    return next(path.parent for path in folder.rglob("shard-00000-*.safetensors"))
+
+
+def for_s3fs(options: dict[str, Any]) -> dict[str, Any]:
+    """The same options as bare s3fs takes them."""
+    rest = {key: value for key, value in options.items() if key != "region_name"}
+    return {**rest, "client_kwargs": {"region_name": options["region_name"]}}
+
+
+# ---- counting
+
+
+def local_counters() -> tuple[int, int]:
+    """This process's read calls and the bytes that they returned (Linux); what is mapped is not seen."""
+    facts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(facts["syscr"]), int(facts["rchar"])
+
+
+def counters_of(link: Connection) -> tuple[int, int]:
+    link.send("count")
+    requests, nbytes = link.recv()
+    return int(requests), int(nbytes)
+
+
+@contextmanager
+def far_away(endpoint_url: str, latency_s: float) -> Iterator[tuple[str, Connection]]:
+    """A proxy with latency, in a process of its own: it must not compete with the client for an interpreter."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=serve_proxy, args=(endpoint_url, latency_s, there), daemon=True)
+    process.start()
+    try:
+        yield here.recv(), here
+    finally:
+        here.send("end")
+        process.join(10)
+
+
+def serve_proxy(endpoint_url: str, latency_s: float, link: Connection) -> None:
+    """Adds latency and nothing else: answers are spliced through the kernel. (`testing.LatencyProxy` reads what it passes on, which
+    takes a core and more time than its latency when it must pass on hundreds of MiB.)"""
+    there = urlsplit(endpoint_url)
+    counts = {"requests": 0, "nbytes": 0}
+    lock = threading.Lock()
+
+    def ask(client: socket.socket, server: socket.socket) -> None:
+        while data := client.recv(1 << 16):  # no pipelining, and requests without bodies: what arrives at once is one request
+            with lock:
+                counts["requests"] += 1
+            time.sleep(latency_s)
+            server.sendall(data)
+        server.shutdown(socket.SHUT_WR)
+
+    def answer(client: socket.socket, server: socket.socket) -> None:
+        out, into = os.pipe()
+        fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, 1 << 20)
+        try:
+            while got := os.splice(server.fileno(), into, 1 << 20):
+                with lock:
+                    counts["nbytes"] += got
+                while got:
+                    got -= os.splice(out, client.fileno(), got)
+        except OSError:
+            pass  # the client has gone
+        finally:
+            os.close(out)
+            os.close(into)
+            client.close()
+
+    def accept(listener: socket.socket) -> None:
+        while True:
+            client, _ = listener.accept()
+            server = socket.create_connection((there.hostname, there.port))
+            for one in (client, server):
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for work in (ask, answer):
+                threading.Thread(target=work, args=(client, server), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        threading.Thread(target=accept, args=(listener,), daemon=True).start()
+        link.send(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        while link.recv() != "end":
+            time.sleep(0.01)  # what is still being counted
+            link.send((counts["requests"], counts["nbytes"]))
+
+
+if __name__ == "__main__":
+    main()
