@@ -19,6 +19,7 @@ from tierstore.tiers.jobs import PendingCopy, WorkerOptions
 from tierstore.tiers.lanes import Entry, Lane
 from tierstore.tiers.leftovers import sweep_leftovers
 from tierstore.tiers.locks import RunLock
+from tierstore.tiers.log import decide_fate
 from tierstore.tiers.persist import persist
 from tierstore.tiers.promote import pending
 from tierstore.tiers.retry import Backoff, Verdict, judge
@@ -86,10 +87,11 @@ class Engine:
     async def persist_all(self) -> None:
         """Writes images, oldest first."""
         while True:
+            await self.condemn_skipped()
             save = self.queue.take()
             if save is None:
                 self.wake.clear()
-                if self.queue.waiting():
+                if self.queue.waiting() or self.queue.has_skipped:
                     continue  # it came in between
                 await self.wake.wait()
                 continue
@@ -103,6 +105,7 @@ class Engine:
                 failure = SaveError(f"unexpected {type(error).__name__} while saving: {error}", hint="report this fault")
                 failure.__cause__ = error
                 self.give_up(save, "writing its image", failure)
+                await self.condemn(save.job.attempt, save.job.rank, save.job.world_size, failure)
             finally:
                 self.queue.finish(save)
 
@@ -110,6 +113,7 @@ class Engine:
         """Writes one image to the nearest tier that takes it; tries for as long as the process lives."""
         backoff = Backoff(base_s=self.options.retry_first_s, cap_s=self.options.retry_most_s)
         while not save.dropped:
+            await self.condemn_skipped()
             refusals: dict[str, TierStoreError] = {}
             for tier in (*staging(self.tiers), self.tiers.authority):
                 try:
@@ -117,6 +121,7 @@ class Engine:
                 except TierStoreError as error:
                     if judge(error) is Verdict.FAIL:
                         self.give_up(save, f"writing to tier {tier.name!r}", error)
+                        await self.condemn(save.job.attempt, save.job.rank, save.job.world_size, error)
                         return
                     self.cannot_write(save, tier, error)
                     refusals[tier.name] = error
@@ -134,6 +139,21 @@ class Engine:
             self.wake.clear()
             if not self.queue.resume_turn(save):
                 return
+
+    async def condemn_skipped(self) -> None:
+        for job, error in self.queue.take_skipped():
+            await self.condemn(job.attempt, job.rank, job.world_size, error)
+
+    async def condemn(self, attempt: Attempt, rank: int, world_size: int, error: TierStoreError) -> None:
+        """This rank's part will never come: the ranks that wait for it hear so at once, not when ``commit_timeout`` is over."""
+        if world_size == 1:
+            return
+        reason = f"rank {rank} of {world_size} gave its part up: {type(error).__name__}: {error.message}"
+        facts = {"reason": reason, "missing": [rank], "world_size": world_size}
+        try:
+            await only_ours_to_cancel(decide_fate(self.tiers.authority.storage, attempt, "condemned", facts, self.clock))
+        except TierStoreError as failure:  # then the committer condemns it, when its patience is over
+            log.warning("checkpoint=%s can't be condemned: %s", attempt.folder, failure.message)
 
     async def persist_to(self, save: Save, tier: Tier) -> None:
         job = save.job

@@ -66,6 +66,7 @@ class SaveQueue:
         self._changed = threading.Condition()
         self._queue: deque[Save] = deque()
         self._errors: list[TierStoreError] = []
+        self._skipped: list[tuple[SaveJob, SaveError]] = []
         self._closed = False
         self.in_flight_nbytes = 0
         self.peak_nbytes = 0
@@ -138,6 +139,17 @@ class SaveQueue:
                 return None
             self._queue[0].writing = True
             return self._queue[0]
+
+    @property
+    def has_skipped(self) -> bool:
+        with self._changed:
+            return bool(self._skipped)
+
+    def take_skipped(self) -> list[tuple[SaveJob, SaveError]]:
+        """Saves that were skipped since the last call, whose other ranks are to hear of it."""
+        with self._changed:
+            taken, self._skipped = self._skipped, []
+        return taken
 
     def yield_turn(self, save: Save) -> None:
         """The write failed and will be tried again: until then the save may be skipped."""
@@ -216,6 +228,9 @@ class SaveQueue:
         )
         log.warning("%s", error.message)
         save.ticket.fail(error)
+        if save.job.world_size > 1:
+            self._skipped.append((save.job, error))
+            self._wake()
 
 
 def save_error(save: Save, where: str, reason: TierStoreError) -> SaveError:
