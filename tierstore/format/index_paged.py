@@ -106,14 +106,14 @@ class PagedIndex:
                 numbers[number] = None
         self._expect(tuple(numbers))
 
-    def find(self, name: str) -> TensorEntry:
-        """The tensor called `name`.
+    def find(self, name: str, box: Sequence[range] | None = None) -> TensorEntry:
+        """The tensor called `name`; of its extents those that meet `box`, as `Index.find` has it.
 
         Raises:
             NotFoundError: There is none; the nearest names are suggested.
             IntegrityError: No tier has its rows.
         """
-        return self._found(name).find(name)
+        return self._found(name).find(name, box)
 
     def table(self, name: str) -> ExtentTable:
         """The extents of the tensor called `name` as arrays; raises as `find` does."""

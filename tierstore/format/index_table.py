@@ -154,8 +154,8 @@ class RoutingIndex(Protocol):
     def prepare(self, names: Iterable[str]) -> None:
         """Says which tensors will be asked for, in about that order, so that they need not be fetched one by one."""
 
-    def find(self, name: str) -> TensorEntry:
-        """The tensor called `name`, or NotFoundError with the nearest names."""
+    def find(self, name: str, box: Sequence[range] | None = None) -> TensorEntry:
+        """The tensor called `name`, with the extents that meet `box` (None: all), or NotFoundError with the nearest names."""
 
     def table(self, name: str) -> ExtentTable:
         """Its extents as arrays."""
@@ -223,13 +223,18 @@ class Index:
         self.check_order()
         return [self.raw_name(row).decode("utf-8") for row in range(len(self))]
 
-    def find(self, name: str) -> TensorEntry:
+    def find(self, name: str, box: Sequence[range] | None = None) -> TensorEntry:
         """The tensor called `name`, in O(log n).
+
+        Args:
+            name: The name.
+            box: A range of each axis: only extents with elements between its ends are made into objects, for a tensor may have
+                thousands and a rank need a few. None, or another number of axes than the tensor has: all.
 
         Raises:
             NotFoundError: There is none; the nearest names are suggested.
         """
-        return self._entry(self._found(name))
+        return self._entry(self._found(name), box)
 
     def table(self, name: str) -> ExtentTable:
         """The extents of the tensor called `name` as arrays (views, nothing is copied).
@@ -335,8 +340,10 @@ class Index:
             sizes=c.sizes[box].reshape(rows),
         )
 
-    def _entry(self, row: int) -> TensorEntry:
+    def _entry(self, row: int, box: Sequence[range] | None = None) -> TensorEntry:
         table, names = self._table(row), self.file_names
+        if box is not None and len(box) == table.offsets.shape[1]:
+            table = _meeting(table, box)
         extents = zip(
             table.files.tolist(), table.begins.tolist(), table.ends.tolist(), table.offsets.tolist(), table.sizes.tolist(), strict=True
         )
@@ -362,6 +369,21 @@ class Index:
         c = self.columns
         digests = c.digests[c.block_starts[number] : c.block_starts[number + 1]]
         return FileEntry(name=c.file_names[number], nbytes=int(c.file_nbytes[number]), block_digests=digests.tobytes())
+
+
+def _meeting(table: ExtentTable, box: Sequence[range]) -> ExtentTable:
+    """The extents that have elements between the ends of `box`."""
+    begins = np.array([min(axis, default=0) for axis in box], dtype=np.int64)
+    ends = np.array([max(axis, default=-1) + 1 for axis in box], dtype=np.int64)
+    low, high = np.maximum(table.offsets, begins), np.minimum(table.offsets + table.sizes, ends)
+    (kept,) = np.nonzero((low < high).all(axis=1))
+    return ExtentTable(
+        files=table.files[kept],
+        begins=table.begins[kept],
+        ends=table.ends[kept],
+        offsets=table.offsets[kept],
+        sizes=table.sizes[kept],
+    )
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:

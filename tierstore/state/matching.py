@@ -209,7 +209,6 @@ class _Planner:
         return keep
 
     def fill(self, into: torch.Tensor, name: str, place: Place) -> None:
-        entry = self.find(name)
         shown = f"into{show(place).removeprefix('state')}"
         if is_spread(into):
             chunk = chunk_of(into, shown)
@@ -218,6 +217,7 @@ class _Planner:
             target, shape = into.detach(), tuple(into.shape)
             pieces = (Piece(tensor=target, offsets=(0,) * target.ndim),)
         check_storable(target if is_spread(into) else into, shown)
+        entry = self.find(name, _around(pieces, len(shape)))
         if shape != entry.shape:
             self.note("shape", place, f"is {list(shape)} in `into`, {list(entry.shape)} stored")
             return
@@ -239,7 +239,7 @@ class _Planner:
             box = tuple(range(begin, begin + size) for begin, size in zip(piece.offsets, target.shape, strict=True))
             self.plan.fills.append(Fill(entry=entry, box=box, target=target))
         elif (before.dtype, before.extents) != (entry.dtype, entry.extents):  # tied in `into`, stored apart
-            self.plan.ties.append((before, entry, name_of(place)))
+            self.plan.ties.append((self.find(before.name), self.find(entry.name), name_of(place)))
 
     def castable(self, entry: TensorEntry, target: torch.Tensor, place: Place) -> bool:
         found = f"is {dtype_name(target.dtype)} in `into`, {entry.dtype} stored"
@@ -279,9 +279,9 @@ class _Planner:
     def wanted(self, place: Place) -> bool:
         return selected(name_of(place), self.names)
 
-    def find(self, name: str) -> TensorEntry:
+    def find(self, name: str, box: Sequence[range] | None = None) -> TensorEntry:
         try:
-            return self.index.find(name)
+            return self.index.find(name, box)
         except NotFoundError as error:
             raise IncompleteError(
                 f"the checkpoint's tree names the tensor {name!r}, its index does not", hint="run `tierstore verify`, or load another step"
@@ -354,6 +354,15 @@ def _copied(into: torch.Tensor, value: Any, place: Place) -> torch.Tensor:
     with torch.no_grad():
         into.copy_(value)  # not on a detached twin: a sparse one has components of its own
     return into
+
+
+def _around(pieces: Sequence[Piece], ndim: int) -> tuple[range, ...]:
+    """A box around all pieces: of a stored tensor's extents, which may be thousands, only those within can be wanted."""
+    if not pieces:
+        return (range(0),) * ndim
+    begins = [min(piece.offsets[axis] for piece in pieces) for axis in range(ndim)]
+    ends = [max(piece.offsets[axis] + piece.tensor.shape[axis] for piece in pieces) for axis in range(ndim)]
+    return tuple(range(begin, end) for begin, end in zip(begins, ends, strict=True))
 
 
 def _is_tensor(node: Any) -> bool:

@@ -87,7 +87,7 @@ class RenamedIndex:
     def prepare(self, names: Iterable[str]) -> None:
         self._stored.prepare(piece.tensor for name in names if name in self._views for piece in self._views[name].pieces)
 
-    def find(self, name: str) -> TensorEntry:
+    def find(self, name: str, box: Sequence[range] | None = None) -> TensorEntry:
         return cast(TensorEntry, NamedView(name=name, view=self._view(name), find=self._stored.find))
 
     def table(self, name: str) -> ExtentTable:

@@ -107,6 +107,27 @@ def test_a_tensor_is_found_with_its_extents_and_as_a_table() -> None:
     assert index.find("tied").extents == index.find("weight").extents
 
 
+@settings(max_examples=100, deadline=None)
+@given(pick=st.data())
+def test_of_a_tensor_only_the_extents_that_meet_a_box_are_given(pick: st.DataObject) -> None:
+    boxes = [((i, j), (2, 3)) for i in (0, 2, 4) for j in (0, 3)]
+    index = build_index([a_tensor("t", (6, 6), boxes), whole("scalar", ())], [a_file()], BLOCK)
+    begin, end = sorted(pick.draw(st.tuples(st.integers(0, 6), st.integers(0, 6))))
+    left, right = sorted(pick.draw(st.tuples(st.integers(0, 6), st.integers(0, 6))))
+    found = index.find("t", (range(begin, end), range(left, right)))
+    meeting = [
+        extent
+        for extent, ((i, j), _) in zip(index.find("t").extents, boxes, strict=True)
+        if set(range(i, i + 2)) & set(range(begin, end)) and set(range(j, j + 3)) & set(range(left, right))
+    ]
+    assert list(found.extents) == meeting
+    assert (found.name, found.dtype, found.shape) == ("t", "uint8", (6, 6))
+    assert index.find("t", (range(0, 6, 5), range(1, 2))).extents == index.find("t", (range(6), range(1, 2))).extents
+    assert index.find("t", (range(6), range(6))) == index.find("t")
+    assert index.find("t", (range(6),)) == index.find("t")
+    assert index.find("scalar", ()) == index.find("scalar")
+
+
 def test_a_file_digest_is_over_its_block_digests() -> None:
     file = an_index().file("g")
     assert file.digest == file_digest(block_digests(bytes(100), BLOCK))
