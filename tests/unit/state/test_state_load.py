@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -393,7 +394,7 @@ class Lacking(ImageReader):
         cut = TensorEntry(name=entry.name, dtype=entry.dtype, shape=entry.shape, extents=entry.extents[:keep])
 
         class Patched(Index):
-            def find(self, name: str) -> TensorEntry:
+            def find(self, name: str, box: Sequence[range] | None = None) -> TensorEntry:
                 if name == lost and not keep:
                     raise NotFoundError("gone")
                 return cut if name == lost else real.find(name)
