@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +74,7 @@ class Trainer:
         """The unsharded truth; whole on rank 0 only."""
         options = dsd.StateDictOptions(full_state_dict=True, cpu_offload=True)
         model, optimizer = dsd.get_state_dict(self.model, self.optimizer, options=options)
-        return {"model": model, "optim": optimizer}
+        return copy.deepcopy({"model": model, "optim": optimizer})  # of an unsharded model they are the live tensors
 
 
 def parallel(model: nn.Module, layout: str, world_size: int) -> Any:

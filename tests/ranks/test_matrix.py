@@ -81,7 +81,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_loads_what_every_layout_saved(saved: Path, layout: str) -> None:
     found = run_ranks(LAYOUTS[layout], load, saved, layout=layout)
-    assert [w for wrong in found for w in wrong] == []
+    problems = [w for wrong in found for w in wrong]
+    assert problems == [], "\n".join(problems)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
