@@ -108,8 +108,7 @@ async def plan_adoption(foreign: Foreign, *, rename: Any = None, link: bool = Fa
     if rename is not None:
         tree = _flattened(tree, names)
     objects = await asyncio.to_thread(encode_objects, tree, default_codecs())
-    infos = foreign.files.infos
-    taken, left = ([], []) if foreign.files.only else pick_companions(infos.values(), infos)
+    taken, left = pick_companions(foreign.files.beside)
     if left:
         log.warning("%s: left out, being too large for a configuration: %s", foreign.files.uri, ", ".join(left[:8]))
     groups = [] if foreign.shards else await asyncio.to_thread(_groups, foreign, names)
@@ -270,7 +269,7 @@ class _ImageSource:
 
 async def _companions(foreign: Foreign, names: Sequence[str], count: int) -> tuple[Share, dict[str, list[Any]]]:
     files = foreign.files
-    plan = plan_companions({name: files.infos[name].nbytes for name in names})
+    plan = plan_companions({name: files.beside[name].nbytes for name in names})
     data = bytearray(plan.nbytes)
     data[: len(plan.header)] = plan.header
     shard = shard_name(count - 1, count)

@@ -9,12 +9,14 @@ from typing import Any
 
 from tierstore.errors import IncompleteError, NotFoundError, StorageError, UsageError
 from tierstore.names import check_relative, plain_uri
-from tierstore.storage.contract import FileInfo, Storage
+from tierstore.storage.contract import FileInfo, Listing, Storage
 from tierstore.storage.opening import open_storage
+from tierstore.tiers.together import together
 
 __all__ = ["ForeignFiles", "find_files"]
 
 _FILE_SUFFIXES = (".safetensors", ".json", ".pt", ".pth", ".bin", ".ckpt", ".distcp")
+_MAX_FOLDERS = 32
 _ROOT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/*")
 
 
@@ -26,6 +28,7 @@ class ForeignFiles:
         uri: Where it is, without credentials.
         storage: Where they lie; `prefix` is the folder within it, empty or ending in ``/``.
         infos: What the folder's listing says, by name.
+        beside: The same, and the files one folder further down.
         only: The one file that was named instead of a folder; empty where a folder was.
     """
 
@@ -33,6 +36,7 @@ class ForeignFiles:
     storage: Storage
     prefix: str = ""
     infos: dict[str, FileInfo] = field(default_factory=dict)
+    beside: dict[str, FileInfo] = field(default_factory=dict)
     only: str = ""
 
     def path(self, name: str) -> str:
@@ -102,13 +106,23 @@ async def find_files(uri: Any, options: Mapping[str, Any] | None = None) -> Fore
     listing = await storage.children(prefix.rstrip("/"))
     infos = {info.path.removeprefix(prefix): info for info in listing.files}
     if infos:
-        return ForeignFiles(uri=_label(storage, prefix), storage=storage, prefix=prefix, infos=infos)
+        beside = {**infos, **await _further_down(storage, prefix, listing)}
+        return ForeignFiles(uri=_label(storage, prefix), storage=storage, prefix=prefix, infos=infos, beside=beside)
     await storage.close()
     if named and (found := await _one_file(text, parent, name, options)) is not None:
         return found
     inside = f"; it has the folders {', '.join(sorted(listing.folders)[:5])}" if listing.folders else ""
     where = _label(storage, prefix)
     raise NotFoundError(f"there is no checkpoint in {where}: no files{inside}", hint="name the folder or the file itself", uri=where)
+
+
+async def _further_down(storage: Storage, prefix: str, listing: Listing) -> dict[str, FileInfo]:
+    """The files of the folders in a folder; of a place with very many folders, which is no model's, nothing."""
+    folders = sorted(name for name in listing.folders if not name.startswith("."))
+    if len(folders) > _MAX_FOLDERS:
+        return {}
+    listings = await together(storage.children, [prefix + name for name in folders], at_once=8)
+    return {info.path.removeprefix(prefix): info for further in listings for info in further.files}
 
 
 def _folder(text: str, options: Mapping[str, Any] | None) -> tuple[Storage, str]:

@@ -6,7 +6,7 @@ bytes of it are which file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -28,7 +28,7 @@ _MAX_FILE_NBYTES = 64 << 20
 _MAX_ALL_NBYTES = 256 << 20
 _NOT = (
     *("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.gguf"),
-    *("*.distcp", "*.metadata", "*.metadata.tmp", "*.ot", "*.tflite", "*.pkl", "*.npz", "*.npy", ".*"),
+    *("*.distcp", "*.metadata", "*.metadata.tmp", "*.ot", "*.tflite", "*.pkl", "*.npz", "*.npy"),
 )
 
 
@@ -42,12 +42,12 @@ class Companion:
     nbytes: int
 
 
-def pick_companions(infos: Iterable[FileInfo], names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Which files of a folder go along, and which do not though they hold no tensors, being too large."""
+def pick_companions(infos: Mapping[str, FileInfo]) -> tuple[list[str], list[str]]:
+    """Which files go along, and which do not though they hold no tensors, being too large."""
     taken: list[str] = []
     left: list[str] = []
     total = 0
-    for name, info in sorted(zip(names, infos, strict=True), key=lambda pair: pair[0]):
+    for name, info in sorted(infos.items()):
         if _is_weights(name) or info.nbytes == 0:
             continue
         fits = info.nbytes <= _MAX_FILE_NBYTES and total + info.nbytes <= _MAX_ALL_NBYTES
@@ -58,7 +58,8 @@ def pick_companions(infos: Iterable[FileInfo], names: Iterable[str]) -> tuple[li
 
 def _is_weights(name: str) -> bool:
     """Whether a file is none that goes along: it holds tensors, says where they are, or is hidden."""
-    return any(fnmatchcase(name, pattern) for pattern in _NOT)
+    parts = name.split("/")
+    return any(part.startswith(".") for part in parts) or any(fnmatchcase(parts[-1], pattern) for pattern in _NOT)
 
 
 def plan_companions(sizes: Mapping[str, int]) -> ShardPlan:
@@ -75,10 +76,8 @@ def companions_of(reader: Reader) -> dict[str, Companion]:
         FormatError: The manifest's word on them is malformed.
     """
     if isinstance(reader, ForeignReader):
-        if reader.files.only:
-            return {}
-        infos = reader.files.infos
-        taken, _ = pick_companions(infos.values(), infos)
+        infos = reader.files.beside
+        taken, _ = pick_companions(infos)
         return {name: Companion(name=name, file=name, begin=0, nbytes=infos[name].nbytes) for name in taken}
     manifest = getattr(reader, "manifest", None)
     listed: Any = manifest.facts.get(FACT) if manifest is not None else None
