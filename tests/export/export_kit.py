@@ -59,4 +59,4 @@ def hf_tensors(folder: Path) -> dict[str, torch.Tensor]:
 def assert_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     """The same names in any order, with the same dtypes, shapes and bits."""
     assert set(found) == set(wanted)
-    assert_same_state({name: found[name] for name in wanted}, wanted)
+    assert_same_state({name: found[name] for name in wanted}, dict(wanted))

@@ -6,8 +6,9 @@ stored, straight into place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -16,6 +17,12 @@ from tierstore.format.index import TensorEntry
 from tierstore.state.boxes import Box, intersect, whole
 
 __all__ = ["NamedView", "Piece", "View", "joined", "parted", "parts_of", "stored_view"]
+
+
+class Find(Protocol):
+    """Gives a stored tensor's entry, as `RoutingIndex.find` does: with the extents that meet a box, at least."""
+
+    def __call__(self, name: str, box: Sequence[range] | None = None) -> TensorEntry: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,12 +130,12 @@ class NamedView:
     Attributes:
         name: Its name.
         view: What it shows.
-        find: Gives a stored tensor's entry, as `Index.find` does.
+        find: Gives a stored tensor's entry.
     """
 
     name: str
     view: View
-    find: Callable[[str], TensorEntry]
+    find: Find
 
     @property
     def dtype(self) -> str:
@@ -234,16 +241,14 @@ def joined(views: Sequence[View], axis: int, *, heads: int = 1, stack: bool = Fa
     return View(dtype=first.dtype, shape=(*first.shape[:axis], at, *first.shape[axis + 1 :]), pieces=tuple(pieces))
 
 
-def parts_of(
-    view: View, box: Box, target: torch.Tensor, find: Callable[[str], TensorEntry]
-) -> Iterator[tuple[TensorEntry, Box, torch.Tensor]]:
+def parts_of(view: View, box: Box, target: torch.Tensor, find: Find) -> Iterator[tuple[TensorEntry, Box, torch.Tensor]]:
     """What fills `target` (strided, detached; its shape is the box's) with the part `box` of a view.
 
     Args:
         view: The tensor.
         box: Which part of it.
         target: Where to.
-        find: Gives a stored tensor's entry, as `Index.find` does.
+        find: Gives a stored tensor's entry.
     """
     for piece in view.pieces:
         found = intersect(box, piece.offsets, piece.sizes)
@@ -257,7 +262,8 @@ def parts_of(
         for axis in range(len(piece.box)):
             if axis not in named:
                 part = part.unsqueeze(axis)
-        yield find(piece.tensor), piece.stored(inside), part
+        stored = piece.stored(inside)
+        yield find(piece.tensor, stored), stored, part
 
 
 def _axis(view: View, axis: int, what: str) -> int:
