@@ -178,28 +178,45 @@ def _of_dtensor(dtensor: Any, shown: str, meshes: MutableMapping[int, tuple[int,
 def local_runs(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Any], coordinate: Sequence[int]) -> list[Runs]:
     """Which ranges of each dimension the rank at `coordinate` of a mesh holds; its local part is their product, in order.
 
-    Placements are applied from the first axis of the mesh to the last. ``_StridedShard(dim, split_factor=n)`` is what FSDP2 over tensor
-    parallelism gives: the dimension is cut in n parts as torch.chunk does, each of them in as many as the axis has ranks, and a rank
-    holds its piece of every part.
+    Placements are applied from the first axis of the mesh to the last. ``_StridedShard(dim, split_factor=n)`` cuts the dimension in n
+    parts as torch.chunk does, each of them in as many as the axis has ranks, and a rank holds its piece of every part. Where n is the
+    number of parts that the axes after it make of the same dimension, it says that these were applied first (FSDP2 over tensor
+    parallelism), and so they are here: with uneven sizes the two readings differ, and this one is what FSDP2 holds.
     """
     runs: list[Runs] = [[(0, size)] if size else [] for size in shape]
-    for placement, extent, at in zip(placements, mesh, coordinate, strict=True):
+    later: list[tuple[int, int, int]] = []  # dimension, extent, place: applied when all others are, the last one first
+    for axis, (placement, extent, at) in enumerate(zip(placements, mesh, coordinate, strict=True)):
         if placement.is_replicate():
             continue
         dim = int(placement.dim) % len(shape)
-        total = sum(end - begin for begin, end in runs[dim])
         factor = int(getattr(placement, "split_factor", 1)) if type(placement).__name__ == "_StridedShard" else 1
-        kept: Runs = []
-        for number in range(factor):
-            first, last = shard_range(total, factor, number)
-            begin, end = shard_range(last - first, extent, at)
-            for run in _cut(runs[dim], first + begin, first + end):
-                if kept and kept[-1][1] == run[0]:
-                    kept[-1] = (kept[-1][0], run[1])
-                else:
-                    kept.append(run)
-        runs[dim] = kept
+        after = [n for p, n in zip(placements[axis + 1 :], mesh[axis + 1 :], strict=True) if _shards(p, dim, len(shape))]
+        if after and factor == math.prod(after) and type(placement).__name__ == "_StridedShard":
+            later.append((dim, extent, at))
+        else:
+            runs[dim] = _sharded(runs[dim], factor, extent, at)
+    for dim, extent, at in reversed(later):
+        runs[dim] = _sharded(runs[dim], 1, extent, at)
     return runs
+
+
+def _shards(placement: Any, dim: int, ndim: int) -> bool:
+    return not placement.is_replicate() and int(placement.dim) % ndim == dim
+
+
+def _sharded(runs: Runs, factor: int, extent: int, at: int) -> Runs:
+    """What rank `at` of `extent` holds of each of `factor` parts."""
+    total = sum(end - begin for begin, end in runs)
+    kept: Runs = []
+    for number in range(factor):
+        first, last = shard_range(total, factor, number)
+        begin, end = shard_range(last - first, extent, at)
+        for run in _cut(runs, first + begin, first + end):
+            if kept and kept[-1][1] == run[0]:
+                kept[-1] = (kept[-1][0], run[1])
+            else:
+                kept.append(run)
+    return kept
 
 
 def _cut(runs: Runs, begin: int, end: int) -> Runs:
