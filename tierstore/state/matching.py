@@ -87,8 +87,8 @@ def match(
     planner = _Planner(tree, index, options, names, differing)
     plan = planner.plan
     plan.finish = planner.visit(into, tree, ())
-    plan.check = lambda: planner.check(into, unexpected=True)
-    plan.check_asked = lambda: planner.check(into, unexpected=False)
+    plan.check = lambda: planner.check(unexpected=True)
+    plan.check_asked = lambda: planner.check(unexpected=False)
     plan.unasked = planner.unasked
     return plan
 
@@ -107,6 +107,7 @@ class _Planner:
         self.by_name = {name_of(t.place): t.name for t in stored_tensors(tree)} if _flat(tree) else {}
         self.used: set[str] = set()
         self.matched = 0
+        self.asked = 0
         self.differences = Differences(options, names)
         self.left: list[tuple[Place, Any]] = []
         """Stored subtrees that no place of `into` asks for."""
@@ -172,6 +173,7 @@ class _Planner:
     def value(self, into: Any, node: Any, place: Place) -> _Finish:
         if not self.wanted(place):
             return lambda build: into
+        self.asked += 1
         if node is _ABSENT:
             self.plan.lacking = True
             self.note("missing", place, "is stored nowhere")
@@ -189,6 +191,7 @@ class _Planner:
         keep: _Finish = lambda build: into  # noqa: E731
         if not self.wanted(place):
             return keep
+        self.asked += 1
         if node is _ABSENT and (found := self.by_name.get(name_of(place))) is not None:
             node = TensorRef(found)
         if node is _ABSENT:
@@ -309,7 +312,7 @@ class _Planner:
             found.update(name_of(p) for p in places if self.differences.counts("unexpected", p))
         return found
 
-    def check(self, into: Any, *, unexpected: bool) -> None:
+    def check(self, *, unexpected: bool) -> None:
         if unexpected:
             found = [(place, node, list(stored_tensors(node, place))) for place, node in self.left]
             for place, node, tensors in found:
@@ -321,7 +324,7 @@ class _Planner:
             self.differences.check()
         else:
             self.differences.check(also_stored=self.unasked())
-        if not self.matched and len(self.index) and (unexpected or isinstance(into, torch.Tensor) or len(into)):
+        if not self.matched and len(self.index) and (unexpected or self.asked):
             raise StateMismatchError(
                 f"nothing of `into` is in the checkpoint, which has {len(self.index):,} tensors: nothing would be loaded",
                 hint="compare the names: `tierstore tensors RUN@STEP` lists them",
