@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,7 +68,8 @@ class Unit:
 class Message:
     """What one rank reads and sends to all of `receivers` in one round: the bytes of `units`, one after the other.
 
-    `number` is the same on all ranks and unlike that of any other message. Where the reader wants the units too, `kept` says so.
+    `number` is the same at both ends, and unlike that of any other message between the two that may be under way at the same time. Where
+    the reader wants the units too, `kept` says so.
     """
 
     number: int
@@ -86,7 +87,7 @@ class Plan:
 
     Attributes:
         members: The ranks among which messages may pass, this one included, ascending; empty where this rank has no part.
-        messages: Those that this rank sends or receives, by round, then number.
+        messages: Those that this rank sends or receives, by round; the same order on all ranks.
         slowest_nbytes: Bytes that the rank that moves most of all reads and receives.
     """
 
@@ -177,7 +178,8 @@ class _Pieces:
     firsts: Ints
     lasts: Ints
     sets: Ints
-    askers: list[Ints]
+    askers: list[list[int]]
+    asked: list[frozenset[int]]
     wanters: list[frozenset[int]]
     loads: Ints
 
@@ -198,7 +200,7 @@ def _pieces(needs: Sequence[Needs], near: npt.NDArray[np.bool_], file_nbytes: In
     order = np.lexsort((owners, rows))
     rows, owners = rows[order], owners[order]
     files = cuts[rows] // stride
-    asks: npt.NDArray[np.bool_] = np.logical_not(near[owners, files])
+    asks: npt.NDArray[np.bool_] = ~near[owners, files]
     nbytes = np.minimum((cuts[rows + 1] - files * stride) * block_nbytes, file_nbytes[files]) - (cuts[rows] - files * stride) * block_nbytes
     loads = np.bincount(owners, weights=nbytes, minlength=len(needs)).astype(np.int64)
 
@@ -212,115 +214,145 @@ def _pieces(needs: Sequence[Needs], near: npt.NDArray[np.bool_], file_nbytes: In
     beside[1:] |= touch
     small = (end - begin) * block_nbytes < SMALL_NBYTES
     keep = np.flatnonzero((asking > 1) | ((asking == 1) & (held | (small & beside))))
+    who = owners * 2 + asks  # who wants it, and who of them asks
     interned: dict[bytes, int] = {}
-    askers: list[Ints] = []
+    askers: list[list[int]] = []
     wanters: list[frozenset[int]] = []
     sets = np.empty(len(keep), dtype=np.int64)
     for i, row in enumerate(keep.tolist()):
         group = slice(int(at[row]), int(at[row] + many[row]))
-        who = owners[group] * 2 + asks[group]  # who wants it, and who of them asks
-        key = who.tobytes()
+        key = who[group].tobytes()
         number = interned.setdefault(key, len(askers))
         if number == len(askers):
-            askers.append(owners[group][asks[group]])
+            askers.append(owners[group][asks[group]].tolist())
             wanters.append(frozenset(owners[group].tolist()))
         sets[i] = number
-        loads[owners[group][asks[group]]] -= nbytes[int(at[row])]  # whoever reads it in the end, it is counted then
+    # Whoever reads in the end what is exchanged, it is counted then.
+    exchanged = np.repeat(np.isin(np.arange(len(at)), keep), many) & asks
+    loads -= np.bincount(owners[exchanged], weights=nbytes[exchanged], minlength=len(needs)).astype(np.int64)
     return _Pieces(
         files=file[keep],
         firsts=begin[keep] - file[keep] * stride,
         lasts=end[keep] - file[keep] * stride,
         sets=sets,
         askers=askers,
+        asked=[frozenset(ranks) for ranks in askers],
         wanters=wanters,
         loads=loads,
     )
 
 
+_Row = tuple[int, int, int, int, int]
+"""File, first block, one past the last, the number of its set, bytes: a unit before it is this rank's."""
+
+
 class _Planned:
     def __init__(self, ranks: int, pieces: _Pieces, near: npt.NDArray[np.bool_], rank: int, budget: int, unit_blocks: int) -> None:
-        self.pieces, self.near, self.rank, self.budget, self.unit_blocks = pieces, near, rank, budget, unit_blocks
-        self.loads = pieces.loads.copy()
-        self.rounds = np.zeros(ranks, dtype=np.int64)
-        self.used = np.zeros(ranks, dtype=np.int64)
-        self.moved = np.zeros(ranks, dtype=np.int64)
-        self.holders = {file: np.flatnonzero(near[:, file]) for file in np.unique(pieces.files).tolist()}
+        self.pieces, self.rank, self.budget, self.unit_blocks = pieces, rank, budget, unit_blocks
+        self.loads: list[int] = pieces.loads.tolist()
+        self.rounds, self.used, self.moved = (np.zeros(ranks, dtype=np.int64) for _ in range(3))
+        self.able: dict[tuple[int, frozenset[int]], list[int]] = {}
+        self.taking: dict[tuple[int, int], Ints] = {}
+        self.holders: dict[int, list[int]] = {file: np.flatnonzero(near[:, file]).tolist() for file in np.unique(pieces.files).tolist()}
 
     def plan(self, file_nbytes: Ints, block_nbytes: int) -> Plan:
-        gathered: dict[tuple[int, int, int], list[tuple[Unit, int]]] = {}
+        mine: dict[tuple[int, int, int], list[_Row]] = {}
+        links: set[tuple[int, int]] = set()
         for run in self._runs(file_nbytes, block_nbytes):
-            reader = self._reader(run[0][0].file, {set_number for _, set_number, _ in run})
-            for unit, set_number, nbytes in run:
-                taking = np.union1d(self.pieces.askers[set_number], [reader])
-                turn = self._turn(taking, nbytes)
-                self.loads[reader] += nbytes
-                self.moved[taking] += nbytes
-                gathered.setdefault((turn, reader, set_number), []).append((unit, nbytes))
-        return self._part(gathered)
+            reader = self._reader(run[0][0], frozenset(row[3] for row in run))
+            self.loads[reader] += sum(row[4] for row in run)
+            turn = self._turn(*self._shares(reader, run))
+            for row in run:
+                links.add((reader, row[3]))
+                if reader == self.rank or self.rank in self.pieces.asked[row[3]]:
+                    mine.setdefault((turn, reader, row[3]), []).append(row)
+        return self._part(mine, links)
 
-    def _runs(self, file_nbytes: Ints, block_nbytes: int) -> Iterator[list[tuple[Unit, int, int]]]:
-        """Units (with the number of their set, and their bytes) that follow upon each other, as many as one rank reads in a row."""
-        run: list[tuple[Unit, int, int]] = []
-        pieces, most, length = self.pieces, self.unit_blocks, 0
+    def _runs(self, file_nbytes: Ints, block_nbytes: int) -> Iterator[list[_Row]]:
+        """Units that follow upon each other, as many as one rank reads in a row."""
+        pieces, most = self.pieces, self.unit_blocks
+        run: list[_Row] = []
+        length = 0
         rows = zip(pieces.files.tolist(), pieces.firsts.tolist(), pieces.lasts.tolist(), pieces.sets.tolist(), strict=True)
+        sizes: list[int] = file_nbytes.tolist()
         for file, first, last, set_number in rows:
             for at in range(first, last, most):
-                unit = Unit(file, at, min(at + most, last))
-                follows = bool(run) and (run[-1][0].file, run[-1][0].last) == (file, at)
-                if run and (not follows or length + unit.last - at > most):
+                end = min(at + most, last)
+                if run and (length + end - at > most or run[-1][0] != file or run[-1][2] != at):
                     yield run
                     run, length = [], 0
-                run.append((unit, set_number, min(unit.last * block_nbytes, int(file_nbytes[file])) - at * block_nbytes))
-                length += unit.last - at
+                run.append((file, at, end, set_number, min(end * block_nbytes, sizes[file]) - at * block_nbytes))
+                length += end - at
         if run:
             yield run
 
-    def _reader(self, file: int, sets: set[int]) -> int:
-        """Of those who have the file on their node, one that wants it anyway; else of those who ask: the one with the least to read."""
-        able = self.holders[file]
-        if len(able):
-            wanters = frozenset[int]().union(*(self.pieces.wanters[number] for number in sets))
-            also = [rank for rank in able.tolist() if rank in wanters]
-            able = np.array(also, dtype=np.int64) if also else able
-        else:
-            able = np.unique(np.concatenate([self.pieces.askers[number] for number in sets]))
-        return int(able[np.argmin(self.loads[able])])
+    def _shares(self, reader: int, run: Sequence[_Row]) -> tuple[Ints, Ints | int]:
+        """The ranks whose memory a run passes through, and how many bytes of it."""
+        if len(run) == 1:
+            key = (reader, run[0][3])
+            found = self.taking.get(key)
+            if found is None:
+                found = self.taking[key] = np.array(sorted({reader, *self.pieces.askers[key[1]]}), dtype=np.int64)
+            return found, run[0][4]
+        shares = {reader: sum(row[4] for row in run)}
+        for row in run:
+            for asker in self.pieces.askers[row[3]]:
+                if asker != reader:
+                    shares[asker] = shares.get(asker, 0) + row[4]
+        return np.array(list(shares), dtype=np.int64), np.array(list(shares.values()), dtype=np.int64)
 
-    def _turn(self, taking: Ints, nbytes: int) -> int:
-        turn = int(self.rounds[taking].max())
-        used = self.used[taking[self.rounds[taking] == turn]]
+    def _reader(self, file: int, sets: frozenset[int]) -> int:
+        """Of those who may read for the others, the one with the least to read."""
+        able = self.able.get((file, sets))
+        if able is None:
+            able = self.able[file, sets] = self._able(file, sets)
+        return min(able, key=self.loads.__getitem__)
+
+    def _able(self, file: int, sets: frozenset[int]) -> list[int]:
+        """Those who have the file on their node, best such that want it anyway; where there are none, those who ask."""
+        holders = self.holders[file]
+        if holders:
+            wanters = frozenset[int]().union(*(self.pieces.wanters[number] for number in sets))
+            return [rank for rank in holders if rank in wanters] or holders
+        return sorted({rank for number in sets for rank in self.pieces.askers[number]})
+
+    def _turn(self, ranks: Ints, nbytes: Ints | int) -> int:
+        """The earliest round that none of these ranks has passed and where their bytes fit into the memory of each."""
+        rounds = self.rounds[ranks]
+        turn = int(rounds.max())
+        used = np.where(rounds == turn, self.used[ranks], 0)
         if bool(((used > 0) & (used + nbytes > self.budget)).any()):
             turn += 1
-        fresh = taking[self.rounds[taking] < turn]
-        self.rounds[fresh], self.used[fresh] = turn, 0
-        self.used[taking] += nbytes
+            used = np.zeros_like(used)
+        self.used[ranks] = used + nbytes
+        self.rounds[ranks] = turn
+        self.moved[ranks] += nbytes
         return turn
 
-    def _part(self, gathered: dict[tuple[int, int, int], list[tuple[Unit, int]]]) -> Plan:
-        messages: list[Message] = []
+    def _part(self, mine: Mapping[tuple[int, int, int], Sequence[_Row]], links: Iterable[tuple[int, int]]) -> Plan:
+        pieces = self.pieces
         together = list(range(len(self.loads)))  # union-find: which ranks are linked by messages
-        for number, ((turn, reader, set_number), listed) in enumerate(sorted(gathered.items(), key=lambda item: item[0])):
-            receivers = tuple(r for r in self.pieces.askers[set_number].tolist() if r != reader)
-            for receiver in receivers:
-                together[_root(together, receiver)] = _root(together, reader)
-            if self.rank == reader or self.rank in receivers:
-                messages.append(
-                    Message(
-                        number=number,
-                        round=turn,
-                        reader=reader,
-                        receivers=receivers,
-                        kept=reader in self.pieces.wanters[set_number],
-                        units=tuple(unit for unit, _ in listed),
-                        nbytes=sum(nbytes for _, nbytes in listed),
-                    )
-                )
-        mine = _root(together, self.rank)
-        members = tuple(rank for rank in range(len(together)) if _root(together, rank) == mine)
+        for reader, set_number in links:
+            for asker in pieces.askers[set_number]:
+                together[_root(together, asker)] = _root(together, reader)
+        own = _root(together, self.rank)
+        members = tuple(rank for rank in range(len(together)) if _root(together, rank) == own)
+        messages = [
+            Message(
+                number=(turn * len(pieces.askers) + set_number) % 2**31,  # gloo's tags
+                round=turn,
+                reader=reader,
+                receivers=tuple(rank for rank in pieces.askers[set_number] if rank != reader),
+                kept=reader in pieces.wanters[set_number],
+                units=tuple(Unit(*row[:3]) for row in rows),
+                nbytes=sum(row[4] for row in rows),
+            )
+            for (turn, reader, set_number), rows in sorted(mine.items(), key=lambda item: item[0])
+        ]
         return Plan(
             members=members if len(members) > 1 else (),
             messages=tuple(messages),
-            slowest_nbytes=int((self.loads + self.moved).max()) if len(self.loads) else 0,
+            slowest_nbytes=int((np.array(self.loads) + self.moved).max()),
         )
 
 
