@@ -18,11 +18,12 @@ from tierstore.format.digest import DIGEST_NBYTES, bad_blocks, block_digests, di
 from tierstore.format.index import FileEntry, Index, PagedIndex, RoutingIndex, decode_head, decode_index
 from tierstore.format.manifest import FileRecord, Manifest, decode_manifest
 from tierstore.format.objects import ObjectsDocument, load_objects
-from tierstore.names import INDEX, MANIFEST, OBJECTS, shard_name
+from tierstore.names import INDEX, MANIFEST, OBJECTS
 from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.fetching import BUDGET_NBYTES, fetch
 from tierstore.tiers.index_pages import WHOLE_NBYTES, IndexPages
 from tierstore.tiers.reads import AnyWant, ReadCost, Span, Want, plan_spans
+from tierstore.tiers.sources import Source, sources_of
 from tierstore.tiers.tier import Tier, Tiers
 
 __all__ = ["BadCopy", "Replica", "Want", "open_replica"]
@@ -45,15 +46,6 @@ class BadCopy:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
-    """A tier to read from. `files` limits what it is expected to have (None: all); what it lacks beyond is no news."""
-
-    tier: Tier
-    files: frozenset[str] | None
-    expected: bool
-
-
 class Replica:
     """One checkpoint, opened. Made by `open_replica`; methods run on the process's event loop.
 
@@ -68,7 +60,7 @@ class Replica:
     """
 
     def __init__(
-        self, info: CheckpointInfo, sources: Sequence[_Source], *, budget_nbytes: int = BUDGET_NBYTES, run: Run | None = None
+        self, info: CheckpointInfo, sources: Sequence[Source], *, budget_nbytes: int = BUDGET_NBYTES, run: Run | None = None
     ) -> None:
         self.info = info
         self.bytes_fetched: Counter[str] = Counter()
@@ -206,7 +198,7 @@ class Replica:
                 return
         raise self._no_copy(span.file, f"bytes {pending[0][0]} to {pending[-1][1]} of ")
 
-    async def _bad_blocks(self, source: _Source, entry: FileEntry, begin: int, part: memoryview) -> list[tuple[int, int]]:
+    async def _bad_blocks(self, source: Source, entry: FileEntry, begin: int, part: memoryview) -> list[tuple[int, int]]:
         """The ranges of `part`, read at `begin`, whose blocks are not what the index promises."""
         size = self.index.block_nbytes
         found = await asyncio.to_thread(block_digests, part, size)
@@ -225,12 +217,12 @@ class Replica:
         self._pass_over(source, entry.name, IntegrityError(reason))
         return bad
 
-    def _order(self, file: str) -> list[_Source]:
+    def _order(self, file: str) -> list[Source]:
         """Where to look for a file: nearest first, tiers that did not answer last, not where it is known to be absent."""
         able = [s for s in self._sources if (s.files is None or file in s.files) and (s.tier.name, file) not in self._absent]
         return sorted(able, key=lambda s: s.tier.name in self._down)
 
-    def _pass_over(self, source: _Source, file: str, error: TierStoreError) -> None:
+    def _pass_over(self, source: Source, file: str, error: TierStoreError) -> None:
         """Notes why a copy was not used; the first time for a tier and file it is said aloud."""
         tier = source.tier
         if isinstance(error, (NotFoundError, AccessError)):
@@ -385,7 +377,7 @@ async def open_replica(tiers: Tiers, info: CheckpointInfo, *, budget_nbytes: int
         VersionError: A newer major version of tierstore wrote it.
         TemporaryError: No tier that should have them answers.
     """
-    sources = _sources(tiers, info)
+    sources = sources_of(tiers, info)
     if not info.manifest_digest or not sources:
         raise IntegrityError(
             f"step {info.step} of run {info.run!r} can't be opened: "
@@ -397,22 +389,6 @@ async def open_replica(tiers: Tiers, info: CheckpointInfo, *, budget_nbytes: int
     replica = Replica(info, sources, budget_nbytes=tiers.scratch_nbytes if budget_nbytes is None else budget_nbytes, run=run)
     await replica._open()
     return replica
-
-
-def _sources(tiers: Tiers, info: CheckpointInfo) -> list[_Source]:
-    """Nearest first: complete copies and what node tiers hold of them. Then, as every byte is proved anyway, whatever else there is."""
-    near: list[_Source] = []
-    rest: list[_Source] = []
-    for tier in tiers:
-        state = info.replicas.get(tier.name)
-        if state == "complete":
-            near.append(_Source(tier=tier, files=None, expected=True))
-        elif state == "receipt":
-            own = {shard_name(rank, info.world_size) for rank in info.receipts.get(tier.name, ())}
-            near.append(_Source(tier=tier, files=frozenset({*own, MANIFEST, INDEX, OBJECTS}), expected=False))
-        elif state is not None:
-            rest.append(_Source(tier=tier, files=None, expected=False))
-    return [*near, *rest]
 
 
 def _cost_of(tier: Tier) -> ReadCost:
