@@ -10,6 +10,7 @@ import bisect
 import io
 import logging
 import math
+import mmap
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tierstore.format.dtypes import DTYPES
-from tierstore.state.bits import empty, torch_dtype
+from tierstore.state.bits import empty, tensor_over, torch_dtype
 from tierstore.state.boxes import Box, whole
 from tierstore.state.export_plan import ExportOptions, OutTensor, Plan
 from tierstore.state.export_source import WindowSource
@@ -42,6 +43,7 @@ __all__ = ["write_dcp"]
 log = logging.getLogger(__name__)
 
 METADATA_NAME = ".metadata"
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +104,9 @@ def _items(plan: Plan, objects: Mapping[str, Any], limit: int) -> Iterator[_Item
                 measured[tensor.dtype, shape] = _saved_nbytes(tensor.dtype, shape)
             yield _Item(name=tensor.name, box=box, tensor=tensor, data=b"", nbytes=measured[tensor.dtype, shape])
     for name, value in objects.items():
-        data = _saved(value)
-        yield _Item(name=name, box=(), tensor=None, data=data, nbytes=len(data))
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        yield _Item(name=name, box=(), tensor=None, data=buffer.getvalue(), nbytes=buffer.tell())
 
 
 def _chunks(box: Box, limit: int) -> Iterator[Box]:
@@ -140,29 +143,26 @@ def _cuts(begins: Sequence[int], limit: int) -> list[int]:
     return [*cuts, begins[-1]] if begins[-1] > cuts[-1] else cuts
 
 
-class _Counter(io.BytesIO):
-    """Counts what is written, and keeps nothing."""
+class _Into(io.BytesIO):
+    """Takes what is written into `memory`, or where there is none only counts it."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: memoryview | None = None) -> None:
         super().__init__()
+        self._memory = memory
         self.nbytes = 0
 
     def write(self, data: Any) -> int:
-        count = memoryview(data).nbytes
-        self.nbytes += count
-        return count
+        view = memoryview(data).cast("B")
+        if self._memory is not None:
+            self._memory[self.nbytes : self.nbytes + view.nbytes] = view
+        self.nbytes += view.nbytes
+        return view.nbytes
 
 
 def _saved_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    counter = _Counter()
+    counter = _Into()
     torch.save(empty(shape, torch_dtype(dtype)), counter)  # the memory is never touched but for reading: it costs none
     return counter.nbytes
-
-
-def _saved(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 class _Maker:
@@ -175,27 +175,29 @@ class _Maker:
         self._run = run
 
     def make(self, begin: int, end: int) -> memoryview:
-        items = self._items[bisect.bisect_left(self._begins, begin) : bisect.bisect_left(self._begins, end)]
-        chunks: list[torch.Tensor] = []
+        # Both of pages of their own, which go back to the system at once: malloc would keep what is freed on a thread.
+        window, values = memoryview(mmap.mmap(-1, end - begin)), memoryview(mmap.mmap(-1, end - begin))
+        first, last = bisect.bisect_left(self._begins, begin), bisect.bisect_left(self._begins, end)
+        chunks: dict[int, torch.Tensor] = {}
         fills: list[Fill] = []
-        for item in items:
+        for number in range(first, last):
+            item = self._items[number]
             if item.tensor is not None:
-                chunks.append(empty(tuple(len(r) for r in item.box), torch_dtype(item.tensor.dtype)))
-                fills.append(item.tensor.fill(self._reader, item.box, chunks[-1]))
+                dtype, shape = torch_dtype(item.tensor.dtype), tuple(len(r) for r in item.box)
+                at = -(-(self._begins[number] - begin) // _ALIGNMENT) * _ALIGNMENT  # an item is longer than its values by more than that
+                chunks[number] = tensor_over(values[at : at + math.prod(shape) * dtype.itemsize], dtype, shape)
+                fills.append(item.tensor.fill(self._reader, item.box, chunks[number]))
         fill_all(self._reader, self._run, fills)
-        buffer = io.BytesIO()
-        chunks.reverse()
-        for item in items:
-            before = buffer.tell()
+        for number in range(first, last):
+            item, at = self._items[number], self._begins[number] - begin
+            into = _Into(window[at : at + item.nbytes])
             if item.tensor is None:
-                buffer.write(item.data)
+                into.write(item.data)
             else:
-                # An archive of its own, as the reader takes each item for a file; made apart, so that its padding does not
-                # depend on where it lies.
-                buffer.write(_saved(chunks.pop()))
-            if buffer.tell() - before != item.nbytes:
-                raise RuntimeError(f"torch.save made {buffer.tell() - before} bytes of {item.name!r}, not {item.nbytes}")  # a fault of ours
-        return buffer.getbuffer()
+                torch.save(chunks[number], into)
+            if into.nbytes != item.nbytes:
+                raise RuntimeError(f"torch.save made {into.nbytes} bytes of {item.name!r}, not {item.nbytes}")  # a fault of ours
+        return window
 
 
 def _metadata(
@@ -204,8 +206,8 @@ def _metadata(
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     by_name = {tensor.name: tensor for tensor in plan.tensors}
-    names = [(tensor.name, tensor.name) for tensor in plan.tensors] + list(plan.tied.items())
-    for name, kept in names:  # a tied name leads to the same bytes
+    for name in plan.names:
+        kept = plan.tied.get(name, name)  # a tied name leads to the same bytes
         tensor = by_name[kept]
         chunks = []
         for number, (box, info) in enumerate(infos[kept]):

@@ -126,6 +126,8 @@ class Plan:
 
     tensors: tuple[OutTensor, ...]
     tied: Mapping[str, str] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    """All of both, in order."""
 
 
 def plan_tensors(reader: Reader, names: Mapping[str, str], options: ExportOptions) -> Plan:
@@ -152,7 +154,7 @@ def plan_tensors(reader: Reader, names: Mapping[str, str], options: ExportOption
                 continue
         cast = options.dtype is not None and view.dtype in CASTS
         kept.append(OutTensor(name=name, view=view, dtype=str(options.dtype) if cast else view.dtype))
-    return Plan(tensors=tuple(kept), tied=tied)
+    return Plan(tensors=tuple(kept), tied=tied, names=tuple(tensors))
 
 
 def _canonical(reader: Reader, names: set[str]) -> dict[str, str]:
