@@ -246,7 +246,7 @@ def test_one_rank_that_fails_fails_the_save_on_all_and_the_next_save_works(tmp_p
 
 def one_dies(rank: int, world_size: int, folder: Path) -> Any:
     quiet()
-    writer = TierStorageWriter(config(folder, save={"commit_timeout": "2s"}))
+    writer = TierStorageWriter(config(folder, save={"agreement_timeout": "2s"}))
 
     class Dying(dcp.DefaultSavePlanner):
         def finish_plan(self, new_plan: Any) -> Any:
@@ -279,7 +279,7 @@ def other_steps(rank: int, world_size: int, folder: Path) -> Any:
 
 
 def test_ranks_that_mean_different_steps_are_told_so(tmp_path: Path) -> None:
-    for told in run_ranks(2, other_steps, tmp_path):
+    for told in run_ranks(2, other_steps, tmp_path, timeout_s=60):
         assert "this rank saves r@1, the coordinator r@0" in told
 
 

@@ -6,7 +6,7 @@ was stored in (stock's `.metadata` lists all of them: 26 MiB and seconds on ever
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,22 +53,21 @@ class Contents:
     paths: Mapping[str, Path]
 
 
-def contents_of(trees: Sequence[Any]) -> Contents:
-    """Flattens decoded trees; where several have a key, the first one's entry counts: give the own rank's tree first."""
+def contents_of(tree: Any) -> Contents:
+    """Flattens a decoded tree; of two places with the same key the first counts (such a state can't be loaded through DCP at all)."""
     tensors: dict[str, str] = {}
     objects: dict[str, StoredObject] = {}
     paths: dict[str, Path] = {}
-    for tree in trees:
-        for path, node in _leaves(tree):
-            key = ".".join(map(str, path))
-            if key in paths:
-                continue
-            paths[key] = path
-            name = _tensor_name(node)
-            if name is None:
-                objects[key] = StoredObject(node=node)
-            else:
-                tensors[key] = name
+    for path, node in _leaves(tree):
+        key = ".".join(map(str, path))
+        if key in paths:
+            continue
+        paths[key] = path
+        name = _tensor_name(node)
+        if name is None:
+            objects[key] = StoredObject(node=node)
+        else:
+            tensors[key] = name
     return Contents(tensors=tensors, objects=objects, paths=paths)
 
 

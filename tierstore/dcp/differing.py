@@ -1,4 +1,4 @@
-"""Which ranks hold other values than the copy that is stored: each tells what its small plain tensors look like, rank 0 compares."""
+"""Which ranks hold other values than the copy that is stored: each tells what its plain tensors look like, and rank 0 compares."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tierstore.state.agreement import Agreement
 
 __all__ = ["differing"]
 
-_ROW = np.dtype([("key", "<u8"), ("print", "<u8"), ("written", "u1")])
+_ROW = np.dtype([("key", "<u8"), ("print", "V16"), ("written", "u1")])
 
 
-def differing(agreement: Agreement, what: str, prints: Mapping[str, tuple[int, bool]]) -> frozenset[str]:
+def differing(agreement: Agreement, what: str, prints: Mapping[str, tuple[bytes, bool]]) -> frozenset[str]:
     """The keys of this rank's tensors whose values are not those of the rank that writes them.
 
     Args:
         agreement: All ranks that save together.
         what: What it is about, for messages.
-        prints: Key → 64 bits of its value, and whether this rank writes it (`OwnState.fingerprints`).
+        prints: Key → 16 bytes that stand for its value, and whether this rank writes it (`OwnState.fingerprints`).
 
     Raises:
         DeadlineError, RankError: From `Agreement.agree`.
@@ -34,10 +34,10 @@ def differing(agreement: Agreement, what: str, prints: Mapping[str, tuple[int, b
 
 def _compare(reports: Sequence[bytes]) -> bytes:
     tables = [np.frombuffer(report, dtype=_ROW) for report in reports]
-    stored: dict[int, int] = {}
+    stored: dict[int, bytes] = {}
     for table in tables:
-        for row in table[table["written"] == 1]:
-            stored.setdefault(int(row["key"]), int(row["print"]))
+        for key, value, _ in table[table["written"] == 1].tolist():
+            stored.setdefault(key, value)
     found: dict[int, list[int]] = {}
     for rank, table in enumerate(tables):
         for key, value, written in table.tolist():

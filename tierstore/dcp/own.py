@@ -7,7 +7,6 @@ nothing is pickled. Every rank keeps all of its own objects, and those of its pl
 
 from __future__ import annotations
 
-import hashlib
 import io
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import xxhash
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from tierstore.errors import UnsupportedTypeError, UsageError
 from tierstore.format.objects import ObjectCodecs, Opaque, TensorRef, encode_objects
 from tierstore.format.shard import ChunkSpec
-from tierstore.state.bits import dtype_name, memory_of
+from tierstore.state.bits import dtype_name
+from tierstore.state.fingerprint import fingerprints
 from tierstore.state.flatten import FlatState, Leaf, flatten
 from tierstore.state.ownership import by_rank
 from tierstore.state.paths import assign_names
@@ -35,9 +36,6 @@ from tierstore.state.unflatten import TENSOR, rebuilt
 __all__ = ["OwnShare", "OwnState", "own_state"]
 
 _PLANNED = "tierstore.dcp.planned"
-
-COMPARED_NBYTES = 1 << 20
-"""Plain tensors up to this size are compared between ranks: random states, counters and buffers are small, and weights are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +76,14 @@ class OwnState:
     resolve: Callable[[WriteItem], torch.Tensor] = field(repr=False)
     ties: Mapping[str, str]
 
-    def fingerprints(self) -> dict[str, tuple[int, bool]]:
-        """Of every small plain tensor: 64 bits of its dtype, shape and bytes, and whether this rank writes it."""
+    def fingerprints(self) -> dict[str, tuple[bytes, bool]]:
+        """Of every plain tensor: 16 bytes that stand for its dtype, shape and values, and whether this rank writes it."""
         written = {item.index.fqn for item in self.items}
+        plain = {fqn: value for fqn, value in self.values.items() if _is_plain(value) and value.numel()}
+        dense = [value.detach().resolve_conj().resolve_neg() for value in plain.values()]
         return {
-            fqn: (_fingerprint(value), fqn in written)
-            for fqn, value in self.values.items()
-            if _is_plain(value) and 0 < value.nbytes <= COMPARED_NBYTES
+            fqn: (xxhash.xxh3_128_digest(f"{value.dtype}{tuple(value.shape)}".encode() + found), fqn in written)
+            for (fqn, value), found in zip(plain.items(), fingerprints(dense), strict=True)
         }
 
     def share(self, *, rank: int, differing: frozenset[str], codecs: ObjectCodecs) -> OwnShare:
@@ -261,13 +260,6 @@ def _is_sharded(value: Any) -> bool:
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not is_spread(value) and value.layout is torch.strided and not value.is_meta
-
-
-def _fingerprint(tensor: torch.Tensor) -> int:
-    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    found = hashlib.blake2b(f"{dtype_name(dense.dtype)}{tuple(dense.shape)}".encode(), digest_size=8)
-    found.update(memory_of(dense))
-    return int.from_bytes(found.digest(), "little")
 
 
 def _ties(tensors: Mapping[str, Any]) -> dict[str, str]:

@@ -20,13 +20,13 @@ from torch.futures import Future
 from tierstore.dcp.contents import Contents, contents_of, metadata_of
 from tierstore.dcp.place import moved, place_of
 from tierstore.errors import NotFoundError, StateMismatchError, UsageError
-from tierstore.format.objects import ObjectCodecs, decode_objects, object_ranks, split_objects
-from tierstore.names import OBJECTS, Reference
+from tierstore.format.objects import ObjectCodecs
+from tierstore.names import Reference
 from tierstore.state.bits import torch_dtype
 from tierstore.state.codecs import default_codecs
 from tierstore.state.load import load_fresh
+from tierstore.state.rank_trees import RankTrees
 from tierstore.state.reading import Fill, fill_all
-from tierstore.state.unflatten import check_tree
 from tierstore.tier_uri import is_tier_uri
 from tierstore.tiers.catalog import scan
 from tierstore.tiers.replica import Replica, open_replica
@@ -71,9 +71,7 @@ class TierStorageReader(StorageReader):
         self._session: Session | None = None
         self._replica: Replica | None = None
         self._contents: Contents | None = None
-        self._trees: dict[int, Any] = {}
         self._own = -1
-        self._numbers: dict[int, int] = {}
         self._pid = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -97,7 +95,6 @@ class TierStorageReader(StorageReader):
             if before is not None and before.config != self._place.config:
                 self.close()
         self._replica = self._contents = None
-        self._trees = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the checkpoint holds, each tensor as one chunk.
@@ -158,7 +155,7 @@ class TierStorageReader(StorageReader):
         if self._replica is None:
             wanted = self._place.reference or Reference(run="", selector="latest")
             catalog = self._session.run(scan(self._session.tiers, self._place.run))
-            self._replica = self._session.run(open_replica(self._session.tiers, catalog.resolve(wanted)))
+            self._replica = self._session.run(open_replica(self._session.tiers, catalog.resolve(wanted), run=self._session.run))
         return self._replica
 
     def _run(self) -> Any:
@@ -170,11 +167,8 @@ class TierStorageReader(StorageReader):
         if self._contents is not None and self._own == rank:
             return self._contents
         replica = self._open()
-        if not self._trees:
-            self._numbers, self._trees = _trees(self._run()(replica.document(OBJECTS)))
-        own = self._numbers.get(rank, self._numbers[sorted(self._numbers)[rank % len(self._numbers)]])
-        order = [own, *(number for number in self._trees if number != own)]
-        self._contents, self._own = contents_of([self._trees[number] for number in order]), rank
+        trees = RankTrees(replica, self._run(), rank=rank, world_size=None)
+        self._contents, self._own = contents_of(trees.own() if trees.alike else trees.united()[0]), rank
         return self._contents
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
@@ -225,10 +219,3 @@ def _check_dtypes(filled: list[tuple[ReadItem, torch.Tensor]], fills: list[Fill]
             f"the dtypes of {len(wrong)} tensors differ: {shown}; nothing was changed",
             hint="make the state with the stored dtypes, or cast on purpose: TierStorageReader(…, allow_cast=True)",
         )
-
-
-def _trees(document: bytes) -> tuple[dict[int, int], dict[int, Any]]:
-    """Which tree each rank has, and the trees, each decoded once."""
-    numbers = object_ranks(document)
-    first = {number: rank for rank, number in reversed(numbers.items())}
-    return numbers, {number: check_tree(decode_objects(split_objects(document, rank))) for number, rank in sorted(first.items())}

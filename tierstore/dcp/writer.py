@@ -274,32 +274,30 @@ class TierStorageWriter(StorageWriter, AsyncStager):
                 f"the plan carries no save id but {type(orders).__name__}",
                 hint="all ranks save with a TierStorageWriter, and planners keep SavePlan.storage_data",
             )
-        attempt = save.place.run, save.place.step
-        if attempt != (orders.attempt.run, orders.attempt.step):
-            raise UsageError(
-                f"this rank saves {attempt[0]}@{attempt[1]}, the coordinator {orders.attempt.run}@{orders.attempt.step}",
-                hint="pass the same checkpoint_id on all ranks",
-            )
         save.orders = orders
-        store = self._store(save.place, orders.rank, orders.world_size)
-        with self._giving_up(store, orders, late=True):
+        what = f"the save of step {orders.attempt.step} of run {orders.attempt.run!r}"
+        agreement = _agreement(orders, save.place.config.save.agreement_timeout_s)
+        with _telling(agreement, what):
+            _check_same(save.place, orders)
+            store = self._store(save.place, orders.rank, orders.world_size)
             plan = _whole_plan(plan, planner, orders)
-            save.ticket = self._stage_and_submit(store, plan, planner, save, orders)
+        with self._giving_up(store, orders, late=True):
+            save.ticket = self._stage_and_submit(store, plan, planner, save, orders, agreement, what)
         file = shard_name(orders.rank, orders.world_size)
         sizes = (item.tensor_storage_size() or 0 for item in plan.items)
         return [WriteResult(index=i.index, size_in_bytes=n, storage_data=file) for i, n in zip(plan.items, sizes, strict=True)]
 
-    def _stage_and_submit(self, store: WriterStore, plan: SavePlan, planner: SavePlanner, save: _Save, orders: _Orders) -> Ticket:
+    def _stage_and_submit(
+        self,
+        store: WriterStore,
+        plan: SavePlan,
+        planner: SavePlanner,
+        save: _Save,
+        orders: _Orders,
+        agreement: Agreement | None,
+        what: str,
+    ) -> Ticket:
         codecs = self._codecs or default_codecs()
-        what = f"the save of step {orders.attempt.step} of run {orders.attempt.run!r}"
-        agreement: Agreement | None = None
-        if orders.world_size > 1:
-            agreement = Agreement.named(
-                orders.attempt.save_id,
-                rank=orders.rank,
-                world_size=orders.world_size,
-                deadline_s=store.store.config.save.commit_timeout_s,
-            )
         with _telling(agreement, what):
             own = own_state(planner, plan, save.local)
             prints = own.fingerprints() if agreement is not None else {}
@@ -330,6 +328,20 @@ class TierStorageWriter(StorageWriter, AsyncStager):
                 except TierStoreError as further:
                     log.warning("run=%s step=%d can't be condemned: %s", orders.attempt.run, orders.attempt.step, further.message)
             raise
+
+
+def _agreement(orders: _Orders, deadline_s: float) -> Agreement | None:
+    if orders.world_size == 1:
+        return None
+    return Agreement.named(orders.attempt.save_id, rank=orders.rank, world_size=orders.world_size, deadline_s=deadline_s)
+
+
+def _check_same(place: Place, orders: _Orders) -> None:
+    mine, told = (place.run, place.step), (orders.attempt.run, orders.attempt.step)
+    if mine != told:
+        raise UsageError(
+            f"this rank saves {mine[0]}@{mine[1]}, the coordinator {told[0]}@{told[1]}", hint="pass the same checkpoint_id on all ranks"
+        )
 
 
 def _whole_plan(plan: SavePlan, planner: SavePlanner, orders: _Orders) -> SavePlan:
