@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tierstore.config import StoreConfig, load_config
     from tierstore.errors import TierStoreError
     from tierstore.format.objects import ObjectCodecs
+    from tierstore.state.export import Exported, ExportOptions
     from tierstore.state.foreign import open_foreign
     from tierstore.state.lazy import Checkpoint, LazyTensor
     from tierstore.state.load import LoadOptions
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoint",
+    "ExportOptions",
+    "Exported",
     "LazyTensor",
     "LoadOptions",
     "ObjectCodecs",
@@ -38,6 +41,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Checkpoint": "tierstore.state.lazy",
+    "ExportOptions": "tierstore.state.export",
+    "Exported": "tierstore.state.export",
     "LazyTensor": "tierstore.state.lazy",
     "LoadOptions": "tierstore.state.load",
     "ObjectCodecs": "tierstore.format.objects",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -19,6 +19,10 @@ from tierstore.errors import UsageError
 from tierstore.tiers.replica import open_replica
 from tierstore.units import format_size
 
+if TYPE_CHECKING:
+    from tierstore.state.export import Exported
+    from tierstore.state.lazy import Checkpoint
+
 __all__ = ["export", "storage_options"]
 
 _SHOWN = 20
@@ -26,7 +30,7 @@ _SHOWN = 20
 
 def export(
     cli: Cli,
-    ref: Annotated[str, typer.Argument(metavar="REF", help="RUN@12000, RUN@latest …; the run may be left out.")],
+    ref: Annotated[str, typer.Argument(metavar="REF", help="RUN@12000, RUN@latest …; with --foreign a path or URI.")],
     to: Annotated[str, typer.Argument(metavar="TO", help="A directory or URI (s3://…); with --format torch a file.")],
     format: Annotated[str, typer.Option("--format", metavar="hf|dcp|torch", help="What is written.")] = "hf",
     include: Annotated[list[str] | None, typer.Option("--include", metavar="GLOB", help="Only names like 'model.*'; repeatable.")] = None,
@@ -41,6 +45,7 @@ def export(
     config_from: Annotated[
         str | None, typer.Option("--config-from", metavar="DIR", help="Copy config.json, tokenizer … from there along.")
     ] = None,
+    foreign: Annotated[bool, typer.Option("--foreign", help="REF is a checkpoint that tierstore did not write, read in place.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in TO.")] = False,
     budget: Annotated[str, typer.Option("--budget", metavar="SIZE", help="Memory for it; not for --format torch.")] = "256MiB",
     option: Annotated[
@@ -49,7 +54,7 @@ def export(
 ) -> int:
     """Export a checkpoint for other programs; reads only what is needed, in bounded memory."""
     cli.refuse_names("export reads the nearest good copy")
-    from tierstore.state.export import ExportOptions, export_checkpoint  # torch: only this verb needs it
+    from tierstore.state.export import ExportOptions  # torch: only this verb needs it
 
     options: dict[str, Any] = {
         "format": format,
@@ -65,18 +70,31 @@ def export(
         "budget": budget,
     }
     wanted = ExportOptions(**options)
-    with cli.session() as session, _bar(cli.terminal) as progress:
+    lent = storage_options(cli, to, option or [], configured=not foreign)
+    given = storage_options(cli, ref, option or [], configured=False) if foreign else {}
+    with _opened(cli, ref, given if foreign else None) as (checkpoint, what), _bar(cli.terminal) as progress:
+        done = checkpoint.export(to, wanted, storage_options=lent, progress=progress, dry_run=cli.options.dry_run)
+    _tell(cli, done, what)
+    return 0
+
+
+@contextmanager
+def _opened(cli: Cli, ref: str, foreign: dict[str, Any] | None) -> Iterator[tuple[Checkpoint, str]]:
+    """The checkpoint, and what messages call it. `foreign`: the options to open a foreign one with."""
+    from tierstore.state.foreign import open_foreign
+    from tierstore.state.lazy import Checkpoint
+
+    if foreign is not None:
+        with open_foreign(ref, options=foreign or None) as checkpoint:
+            yield checkpoint, ref
+        return
+    with cli.session() as session:
         _, info = find_checkpoint(session, ref)
         replica = session.run(open_replica(session.tiers, info, run=session.run))
-        done = export_checkpoint(
-            replica,
-            session.run,
-            to,
-            wanted,
-            storage_options=storage_options(cli, to, option or []),
-            progress=progress,
-            dry_run=cli.options.dry_run,
-        )
+        yield Checkpoint(replica, session.run), f"{info.run}@{info.step}"
+
+
+def _tell(cli: Cli, done: Exported, what: str) -> None:
     table = plain_table("FILE", ("SIZE", "right"), ("TENSORS", "right"), fold=("FILE",))
     for file in done.files:
         cli.terminal.emit({"type": "file", "name": file.name, "nbytes": file.nbytes, "tensors": file.tensors})
@@ -86,8 +104,7 @@ def export(
     cli.terminal.emit(
         {
             "type": "export",
-            "run": info.run,
-            "step": info.step,
+            "checkpoint": what,
             "uri": done.uri,
             "format": done.format,
             "tensors": done.tensors,
@@ -102,31 +119,39 @@ def export(
         cli.terminal.show(Text(f"… {len(done.files) - len(shown):,} files are not shown", style="dim"))
     if done.tied:
         name, kept = next(iter(done.tied.items()))
-        what = "are one with another tensor" if done.format == "dcp" else "are left out, as they are tied"
-        cli.terminal.show(Text(f"{len(done.tied):,} names {what}: {name} is {kept}", style="dim"))
+        become = "lead to another tensor's bytes" if done.format == "dcp" else "are left out, as they are tied"
+        cli.terminal.show(Text(f"{len(done.tied):,} names {become}: {name} is {kept}", style="dim"))
     if done.left_out:
         cli.terminal.show(Text(f"{len(done.left_out):,} stored tensors were not chosen", style="dim"))
     did = "would write" if cli.options.dry_run else "wrote"
-    what = f"{done.tensors:,} tensors, {format_size(done.nbytes)} in {len(done.files):,} {'file' if len(done.files) == 1 else 'files'}"
-    cli.terminal.show(Text(f"{did} {info.run}@{info.step} as {done.format}: {what}, to {done.uri}"))
-    return 0
+    size = f"{done.tensors:,} tensors, {format_size(done.nbytes)} in {len(done.files):,} {'file' if len(done.files) == 1 else 'files'}"
+    cli.terminal.show(Text(f"{did} {what} as {done.format}: {size}, to {done.uri}"))
 
 
-def storage_options(cli: Cli, uri: str, given: list[str]) -> dict[str, Any]:
+def storage_options(cli: Cli, uri: str, given: list[str], *, configured: bool = True) -> dict[str, Any]:
     """The options of a storage at `uri`: those of a tier in the same place (bucket, host), and above them what ``--option`` gives.
+
+    Args:
+        cli: The command line.
+        uri: Where it is; a local path has none.
+        given: ``K=V`` texts.
+        configured: There must be a configuration. False: it is looked at where one is named.
 
     Raises:
         UsageError: An option has no value.
     """
-    place = uri.split("/")[:3]
-    tiers = [tier for tier in cli.load().tiers if "://" in uri and tier.uri.split("/")[:3] == place]
-    options = dict(tiers[0].options) if tiers else {}
+    options: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not (name and equals):
             raise UsageError(f"--option {name!r} has no value", hint="write --option endpoint_url=http://127.0.0.1:9000")
         options[name] = value
-    return options
+    if "://" not in uri:
+        return {}
+    if not (configured or cli.options.config or cli.options.tier):
+        return options
+    place = uri.split("/")[:3]
+    return {**next((tier.options for tier in cli.load().tiers if tier.uri.split("/")[:3] == place), {}), **options}
 
 
 @contextmanager
