@@ -83,6 +83,8 @@ def is_dtensor(value: object) -> bool:
 
 def is_spread(value: object) -> bool:
     """Whether a tensor is the local part of a global one."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return _says_its_chunks(value)
     return is_dtensor(value) or _is_a(value, "ShardedTensor") or _says_its_chunks(value)
 
 
