@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from tierstore.errors import StateMismatchError, UsageError
+from tierstore.errors import UsageError
 
 __all__ = ["TierLoadPlanner", "TierSavePlanner"]
 
@@ -33,11 +32,8 @@ class TierSavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Plans the state; a tensor that tells its shards gives one item for each."""
-        told = {fqn: value for fqn, value in self.state_dict.items() if _tells(value)}
-        if not told:
-            return super().create_local_plan()
         every = self.state_dict
-        self.state_dict = {fqn: _Shards(value) if fqn in told else value for fqn, value in every.items()}
+        self.state_dict = {fqn: _Shards(value) if _tells(value) else value for fqn, value in every.items()}
         try:
             return super().create_local_plan()
         finally:
@@ -69,27 +65,14 @@ class TierLoadPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         """Plans the state; a tensor that tells its shards is filled shard by shard."""
-        told = {fqn: value for fqn, value in self.state_dict.items() if _tells(value)}
-        if not told:
-            return super().create_local_plan()
-        assert self.metadata is not None
         every = self.state_dict
-        self.state_dict = {fqn: value for fqn, value in every.items() if fqn not in told}
+        stand_ins = {fqn: _Shards(value) if _tells(value) else value for fqn, value in every.items()}
+        self.state_dict = stand_ins
         try:
-            plan = super().create_local_plan()
+            return super().create_local_plan()
         finally:
-            self.state_dict = {**self.state_dict, **every}
-        for fqn, value in told.items():
-            stored = self.metadata.state_dict_metadata.get(fqn)
-            if stored is None and self.allow_partial_load:
-                continue
-            if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != tuple(value.global_shape):
-                what = f"a tensor of {list(stored.size)}" if isinstance(stored, TensorStorageMetadata) else "no tensor of that name"
-                raise StateMismatchError(
-                    f"{fqn!r} is part of a tensor of {list(value.global_shape)}; the checkpoint has {what}", hint="see `tierstore tensors`"
-                )
-            plan.items += create_read_items_for_chunk_list(fqn, stored, _chunks(value))
-        return plan
+            if self.state_dict is stand_ins:  # torch puts another one there where it meets keys of its old versions
+                self.state_dict = every
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         value = self.state_dict.get(index.fqn)
@@ -97,10 +80,16 @@ class TierLoadPlanner(DefaultLoadPlanner):
 
 
 class _Shards:
-    """Gives the planner the items of a tensor that tells its shards, by the hook that it asks every value for."""
+    """Stands in for a tensor that tells its shards while torch plans: it has the hooks that torch asks every value for."""
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
+
+    def size(self) -> torch.Size:
+        return torch.Size(self.tensor.global_shape)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return _chunks(self.tensor)
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         return [
@@ -110,7 +99,7 @@ class _Shards:
                 tensor_data=TensorWriteData(
                     chunk=chunk,
                     properties=TensorProperties.create_from_tensor(self.tensor),
-                    size=torch.Size(self.tensor.global_shape),
+                    size=self.size(),
                 ),
             )
             for number, chunk in enumerate(_chunks(self.tensor))

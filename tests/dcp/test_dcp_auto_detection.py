@@ -1,0 +1,70 @@
+"""tier:// checkpoint ids: through our functions, and through torch's own ones after the opt-in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_kit import IGNORED, config_file
+
+import tierstore.dcp
+from tierstore.errors import UsageError
+
+pytestmark = pytest.mark.filterwarnings(IGNORED)
+
+
+@pytest.fixture
+def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.chdir(tmp_path)
+    yield f"tier://{config_file(tmp_path)}/team/run"
+    tierstore.dcp.disable_auto_detection()
+
+
+def test_our_functions_know_tier_ids_and_leave_others_to_torch(uri: str, tmp_path: Path) -> None:
+    tierstore.dcp.save({"a": torch.ones(3), "n": {1: {"x": 4}}}, checkpoint_id=f"{uri}/step-3", no_dist=True)
+    future = tierstore.dcp.async_save({"a": torch.full((3,), 2.0)}, checkpoint_id=f"{uri}/step-4", no_dist=True)
+    future.result()  # type: ignore[union-attr]
+    into = {"a": torch.zeros(3), "n": {1: {"x": 0}}}
+    tierstore.dcp.load(into, checkpoint_id=f"{uri}/step-3", no_dist=True)
+    assert (into["a"].tolist(), into["n"]) == ([1, 1, 1], {1: {"x": 4}})  # type: ignore[union-attr]
+    for reference in ("@latest", "", "@4"):
+        last = {"a": torch.zeros(3)}
+        tierstore.dcp.load(last, checkpoint_id=f"{uri}{reference}", no_dist=True)
+        assert last["a"].tolist() == [2, 2, 2]
+    tierstore.dcp.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    tierstore.dcp.load(stock := {"a": torch.zeros(1)}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    assert stock["a"].tolist() == [1]
+    assert (tmp_path / "stock" / ".metadata").exists()
+
+
+def test_torchs_own_functions_find_tier_ids_after_the_opt_in_only(uri: str, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"Protocol not known: tier|Cannot detect"):
+        dcp.save({"a": torch.ones(3)}, checkpoint_id=f"{uri}/step-3", no_dist=True)
+    tierstore.dcp.enable_auto_detection()
+    tierstore.dcp.enable_auto_detection()
+    dcp.save({"a": torch.ones(3)}, checkpoint_id=f"{uri}/step-3", no_dist=True)
+    dcp.async_save({"a": torch.full((3,), 2.0)}, checkpoint_id=f"{uri}/step-4", no_dist=True).result()
+    into = {"a": torch.zeros(3)}
+    dcp.load(into, checkpoint_id=f"{uri}/step-4", no_dist=True)
+    assert into["a"].tolist() == [2, 2, 2]
+    dcp.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    assert (tmp_path / "stock" / ".metadata").exists()
+    tierstore.dcp.disable_auto_detection()
+    assert dcp.state_dict_saver._storage_setup.__module__.startswith("torch.")
+
+
+def test_a_damaged_uri_is_refused_by_all_of_them_and_no_folder_is_made(uri: str, tmp_path: Path) -> None:
+    """CASES.md 85: stock writes a local folder ``tier:``."""
+    before = sorted(tmp_path.iterdir())
+    damaged = Path("tier:///team/run/step-1")
+    tierstore.dcp.enable_auto_detection()
+    for save in (tierstore.dcp.save, dcp.save):
+        with pytest.raises(UsageError, match="pathlib"):
+            save({"a": torch.ones(1)}, checkpoint_id=damaged, no_dist=True)
+    for load in (tierstore.dcp.load, dcp.load):
+        with pytest.raises(UsageError, match="pathlib"):
+            load({"a": torch.ones(1)}, checkpoint_id=damaged, no_dist=True)
+    assert sorted(tmp_path.iterdir()) == before
