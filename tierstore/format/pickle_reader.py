@@ -81,23 +81,58 @@ class _Reader:
         self.memo: dict[int, Any] = {}
 
     def run(self, max_ops: int) -> Any:
-        data, table = self.data, _TABLE
         try:
-            for _ in range(max_ops):
-                code = data[self.at]
-                self.at += 1
-                if code == 0x2E:  # STOP
-                    return self.stack.pop()
-                handler = table[code]
-                if handler is None:
-                    raise self.refused(f"the opcode {bytes([code])!r} is none that plain data need")
-                handler(self)
+            return self.interpret(max_ops)
         except TierStoreError:
             raise
         except RecursionError as error:
             raise self.refused("nested too deep") from error
         except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError, struct.error) as error:
             raise self.refused(f"malformed ({type(error).__name__})") from error
+
+    def interpret(self, max_ops: int) -> Any:
+        """The loop. The opcodes that metadata of a million chunks mostly consist of are done here, the others by the table."""
+        data, table, stack, memo, marks = self.data, _TABLE, self.stack, self.memo, self.marks
+        at = floor = 0  # below `floor`, the last mark, nothing is taken off
+        for _ in range(max_ops):
+            code = data[at]
+            at += 1
+            if code == 0x94:  # MEMOIZE
+                memo[len(memo)] = stack[-1]
+            elif code == 0x68:  # BINGET
+                stack.append(memo[data[at]])
+                at += 1
+            elif code == 0x6A:  # LONG_BINGET
+                stack.append(memo[int.from_bytes(data[at : at + 4], "little")])
+                at += 4
+            elif code == 0x4B:  # BININT1
+                stack.append(data[at])
+                at += 1
+            elif code == 0x4D:  # BININT2
+                stack.append(data[at] | data[at + 1] << 8)
+                at += 2
+            elif code == 0x7D:  # EMPTY_DICT
+                stack.append({})
+            elif code == 0x29:  # EMPTY_TUPLE
+                stack.append(())
+            elif code == 0x28:  # MARK
+                floor = len(stack)
+                marks.append(floor)
+            elif code == 0x85 and len(stack) > floor:  # TUPLE1
+                stack[-1] = (stack[-1],)
+            elif code == 0x86 and len(stack) > floor + 1:  # TUPLE2
+                last = stack.pop()
+                stack[-1] = (stack[-1], last)
+            elif code == 0x2E:  # STOP
+                return stack.pop()
+            else:
+                handler = table[code]
+                self.at = at
+                if handler is None:
+                    raise self.refused(f"the opcode {bytes([code])!r} is none that plain data need")
+                handler(self)
+                at = self.at
+                floor = marks[-1] if marks else 0
         raise self.refused(f"more than {max_ops:,} opcodes")
 
     def refused(self, problem: str) -> FormatError:

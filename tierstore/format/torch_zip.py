@@ -297,6 +297,8 @@ def _bytes(text: str, encoding: str) -> bytes:
 
 _MAKERS: dict[str, Callable[..., Any]] = {
     "_codecs.encode": _bytes,
+    "builtins.bytes": lambda: b"",  # how protocol 2 writes empty ones
+    "__builtin__.bytes": lambda: b"",
     "builtins.bytearray": lambda *args: bytearray(*(a for a in args if isinstance(a, bytes))),
     "__builtin__.bytearray": lambda *args: bytearray(*(a for a in args if isinstance(a, bytes))),
     "builtins.complex": lambda real, imag: complex(float(real), float(imag)),
