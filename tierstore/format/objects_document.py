@@ -169,7 +169,11 @@ class ObjectsDocument:
     changes: Sequence[Any]
 
     def split(self, rank: int) -> bytes:
-        """One rank's objects, as `encode_objects` made them.
+        """One rank's objects, as `encode_objects` made them; raises as `tree`."""
+        return encode_tree(self.tree(rank))
+
+    def tree(self, rank: int) -> Any:
+        """One rank's tree, still encoded. It shares parts with other ranks' trees: it is not to be changed.
 
         Raises:
             NotFoundError: The checkpoint has no objects of this rank (it was saved by fewer ranks).
@@ -181,7 +185,7 @@ class ObjectsDocument:
                 hint=f"its ranks are {min(self.ranks)} to {max(self.ranks)}: choose whose objects a new rank takes over",
                 rank=rank,
             )
-        return self._encoded(self.ranks[rank])
+        return self._tree(self.ranks[rank])
 
     def __iter__(self) -> Iterator[tuple[tuple[int, ...], bytes]]:
         """Each different tree once, with the ranks that have it, by the lowest of them.
@@ -192,13 +196,13 @@ class ObjectsDocument:
         holders: dict[int, list[int]] = {}
         for rank, number in sorted(self.ranks.items()):
             holders.setdefault(number, []).append(rank)
-        return ((tuple(ranks), self._encoded(number)) for number, ranks in holders.items())
+        return ((tuple(ranks), encode_tree(self._tree(number))) for number, ranks in holders.items())
 
-    def _encoded(self, number: int) -> bytes:
+    def _tree(self, number: int) -> Any:
         if number < len(self.trees):
-            return encode_tree(self.trees[number])
+            return self.trees[number]
         base, differing = self.changes[number - len(self.trees)]
-        return encode_tree(apply_changes(self.trees[base], differing))
+        return apply_changes(self.trees[base], differing)
 
 
 def load_objects(data: bytes) -> ObjectsDocument:

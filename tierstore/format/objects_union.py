@@ -32,7 +32,7 @@ class Union:
     tree that has it.
 
     Args:
-        tree: The first rank's encoded tree; it is changed in place.
+        tree: The first rank's encoded tree. No tree is changed; the union shares parts with all of them.
         see_through: The tag of nodes ``{tag: [node, more]}`` that stand for their `node`.
         tensor: The tag of nodes ``{tag: {"ref": <tensor>, ...}}`` that stand for a tensor.
 
@@ -46,9 +46,11 @@ class Union:
         self.differing: set[Place] = set()
         self._see_through = f"${see_through}"
         self._tensor = f"${tensor}"
+        self._owned: dict[int, Any] = {}
+        """Containers that were copied and so may be changed, by id."""
 
     def add(self, tree: Any) -> None:
-        """Takes in another rank's tree; parts of it may become parts of `tree`.
+        """Takes in another rank's tree.
 
         Raises:
             FormatError: A tree is malformed.
@@ -58,57 +60,69 @@ class Union:
         except _MALFORMED as error:
             raise _malformed(error) from error
 
+    def _own(self, container: Any) -> Any:
+        if id(container) in self._owned:
+            return container
+        container = container.copy()
+        self._owned[id(container)] = container
+        return container
+
     def _unite(self, ours: Any, theirs: Any, place: Place) -> Any:
-        if ours == theirs:
+        """What stands at `place` now: `ours` itself where nothing is added."""
+        if ours is theirs or ours == theirs:
             return ours
         tag, other = _tag(ours), _tag(theirs)
-        if tag == other == self._see_through:
+        if tag == self._see_through:
             inner, metadata = ours[tag]
-            ours[tag] = [
-                self._unite(inner, theirs[tag][0], place),
-                self._unite(metadata, theirs[tag][1], (*place, "_metadata")),
-            ]
-            return ours
-        if self._see_through in (tag, other):  # one of them is a plain dict
-            if tag == self._see_through:
-                ours[tag] = [self._unite(ours[tag][0], theirs, place), *ours[tag][1:]]
-                return ours
+            theirs, more = theirs[other] if other == tag else (theirs, metadata)  # or theirs is a plain dict
+            made = [self._unite(inner, theirs, place), self._unite(metadata, more, (*place, "_metadata"))]
+            return ours if made[0] is inner and made[1] is metadata else {tag: made}
+        if other == self._see_through:
             return self._unite(ours, theirs[other][0], place)
         if _is_mapping(ours, tag) and _is_mapping(theirs, other):
-            return self._mappings(ours, tag, theirs, other, place)
+            return self._pairs(ours, tag, theirs, other, place) if tag else self._dicts(ours, theirs, other, place)
         if _is_sequence(ours, tag) and _is_sequence(theirs, other) and (self._deep(ours) or self._deep(theirs)):
-            mine, more = (ours[tag] if tag else ours), (theirs[other] if other else theirs)
-            for at, item in enumerate(more):
-                if at < len(mine):
-                    mine[at] = self._unite(mine[at], item, (*place, at))
-                else:
-                    mine.append(item)
-            return ours
+            items = before = ours[tag] if tag else ours
+            for at, item in enumerate(theirs[other] if other else theirs):
+                new = self._unite(items[at], item, (*place, at)) if at < len(items) else item
+                if at >= len(items):
+                    items = self._own(items)
+                    items.append(new)
+                elif new is not items[at]:
+                    items = self._own(items)
+                    items[at] = new
+            return ours if items is before else {tag: items} if tag else items
         name = self._tensor_name(ours)
         if name is None or name != self._tensor_name(theirs):
             self.differing.add(place)
         return ours
 
-    def _mappings(self, ours: Any, tag: str, theirs: Any, other: str, place: Place) -> Any:
-        rows = {key: number for number, key in enumerate(_keys(ours[tag]))} if tag else None
-        for key, raw_key, item in _items(theirs, other):
-            if rows is None:
-                if key in ours:
-                    ours[key] = self._unite(ours[key], item, (*place, key))
-                elif type(key) is str and not key.startswith("$") and raw_key == key:
-                    ours[key] = item
-                else:  # a key that a plain JSON object can't have
-                    ours = {"$dict": [[k, v] for k, v in ours.items()]}
-                    tag, rows = "$dict", {k: number for number, k in enumerate(_keys(ours["$dict"]))}
-                    rows[key] = len(ours[tag])
-                    ours[tag].append([raw_key, item])
-            elif key in rows:
-                pair = ours[tag][rows[key]]
-                pair[1] = self._unite(pair[1], item, (*place, key))
-            else:
-                rows[key] = len(ours[tag])
-                ours[tag].append([raw_key, item])
+    def _dicts(self, ours: dict[str, Any], theirs: Any, other: str, place: Place) -> Any:
+        entries = _items(theirs, other)
+        if any(type(raw) is not str or raw.startswith("$") for _, raw, _ in entries):  # keys that a plain JSON object can't have
+            return self._pairs({"$dict": [[k, v] for k, v in ours.items()]}, "$dict", theirs, other, place)
+        for key, _, item in entries:
+            new = self._unite(ours[key], item, (*place, key)) if key in ours else item
+            if key not in ours or new is not ours[key]:
+                ours = self._own(ours)
+                ours[key] = new
         return ours
+
+    def _pairs(self, ours: Any, tag: str, theirs: Any, other: str, place: Place) -> Any:
+        pairs = before = ours[tag]
+        rows = {key: number for number, key in enumerate(_keys(pairs))}
+        for key, raw_key, item in _items(theirs, other):
+            row = rows.get(key)
+            if row is None:
+                rows[key] = len(pairs)
+                pairs = self._own(pairs)
+                pairs.append([raw_key, item])
+                continue
+            new = self._unite(pairs[row][1], item, (*place, key))
+            if new is not pairs[row][1]:
+                pairs = self._own(pairs)
+                pairs[row] = [pairs[row][0], new]
+        return ours if pairs is before else {tag: pairs}
 
     def _tensor_name(self, node: Any) -> str | None:
         tag = _tag(node)

@@ -8,9 +8,8 @@ what `LoadOptions.ranks` makes of all of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from tierstore.format.objects import decode_objects
 from tierstore.format.objects_decode import decode_node
 from tierstore.format.objects_document import load_tree
 from tierstore.format.objects_union import ABSENT, Union, find_node
@@ -55,7 +54,7 @@ class RankTrees:
 
     def own(self) -> Any:
         """The base's tree, decoded, with references for its tensors and tags as they are."""
-        return check_tree(decode_objects(self._run(self._reader.objects(self.base))))
+        return check_tree(decode_node(self._encoded(self.base)))
 
     def united(self, base: int | None = None) -> tuple[Any, frozenset[Place]]:
         """All ranks' trees as one, decoded, and the places of values that differ.
@@ -91,4 +90,14 @@ class RankTrees:
                 yield rank
 
     def _encoded(self, rank: int) -> Any:
+        if isinstance(self._reader, _TreeReader):
+            return self._run(self._reader.encoded_tree(rank))
         return load_tree(self._run(self._reader.objects(rank)))
+
+
+@runtime_checkable
+class _TreeReader(Protocol):
+    """A reader that has the trees parsed already: thousands are then compared without being written and parsed once more."""
+
+    async def encoded_tree(self, rank: int) -> Any:
+        """One rank's encoded tree, not to be changed."""

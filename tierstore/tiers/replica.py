@@ -112,6 +112,10 @@ class Replica:
         """
         return await asyncio.to_thread((await self._all_objects()).split, rank)
 
+    async def encoded_tree(self, rank: int) -> Any:
+        """What `objects` gives, parsed; it shares parts with other ranks' trees, and is not to be changed. Raises as `objects`."""
+        return await asyncio.to_thread((await self._all_objects()).tree, rank)
+
     async def object_ranks(self) -> dict[int, int]:
         """Which tree each saved rank has, by number: ranks with the same number have the same objects.
 
