@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tierstore.errors import IncompleteError, UsageError
-from tierstore.format.digest import BLOCK_NBYTES, DIGEST_NBYTES
+from tierstore.format.digest import BLOCK_NBYTES, DIGEST_NBYTES, digest_of
 from tierstore.format.dtypes import dtype_named
 from tierstore.format.index_check import check_columns
 from tierstore.format.index_table import FileEntry, Index, IndexColumns, Ints, TensorEntry
@@ -111,8 +111,8 @@ def merge_indexes(indexes: Sequence[Index], *, labels: Sequence[str] | None = No
 
     # Every input row gets the number of its name among all names, sorted; rows of the same tensor then lie together, ranks in order.
     # Most ranks have the same names: each list is looked at once.
-    lists: dict[tuple[bytes, bytes], list[bytes]] = {}
-    keys = [(c.names.tobytes(), c.name_starts.tobytes()) for c in all_columns]
+    lists: dict[str, list[bytes]] = {}
+    keys = [digest_of(c.names.data) + digest_of(c.name_starts.data.cast("B")) for c in all_columns]
     for key, index in zip(keys, indexes, strict=True):
         if key not in lists:
             lists[key] = [index.raw_name(row) for row in range(len(index))]

@@ -7,6 +7,7 @@ wants. A group is a small index in itself: its columns lie one after the other, 
 from __future__ import annotations
 
 import bisect
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,7 +17,7 @@ import numpy as np
 
 from tierstore.errors import FormatError
 from tierstore.format.columns import Array
-from tierstore.format.digest import DIGEST_NBYTES, Buffer, digest_of
+from tierstore.format.digest import DIGEST_NBYTES, Buffer
 from tierstore.format.index_check import check_rows
 from tierstore.format.index_table import Bytes, Index, IndexColumns, Ints
 
@@ -123,33 +124,41 @@ def grouped_columns(index: Index, group_nbytes: int = GROUP_NBYTES) -> tuple[dic
     before = np.cumsum(weights) - weights
     first = np.flatnonzero(np.diff(before // group_nbytes, prepend=-1))
     edges = np.append(first, len(index))
-    pieces: list[bytes] = []
-    for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-        pieces.append(_encode_group(c, totals[low], totals[high]))
     starts = np.zeros((len(edges), 6), np.int64)
     starts[:, :5] = totals[edges]
-    starts[1:, _BYTES] = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
+    starts[1:, _BYTES] = np.cumsum(_group_lengths(np.diff(starts, axis=0)))
+    groups: Bytes = np.zeros(int(starts[-1, _BYTES]), np.uint8)
+    digests = bytearray()
+    for number in range(len(first)):
+        group = groups[starts[number, _BYTES] : starts[number + 1, _BYTES]]
+        _encode_group(c, starts[number], starts[number + 1], group)
+        digests += hashlib.sha256(group.data).digest()
     names = [index.raw_name(row) for row in first.tolist()]
-    digests = b"".join(bytes.fromhex(digest_of(piece).removeprefix("sha256:")) for piece in pieces)
     head: dict[str, Array] = {
         "group_starts": starts,
         "group_names": np.frombuffer(b"".join(names), np.uint8),
         "group_name_starts": np.cumsum([0, *map(len, names)], dtype=np.int64),
         "group_digests": np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES),
     }
-    return head, {"groups": np.frombuffer(b"".join(pieces), np.uint8)}
+    return head, {"groups": groups}
 
 
-def _encode_group(c: IndexColumns, low: Ints, high: Ints) -> bytes:
-    made: list[bytes] = []
+def _group_lengths(counts: Ints) -> Ints:
+    """How many bytes groups have, from how much of everything is in them (a row each)."""
+    lengths: Ints = np.zeros(len(counts), np.int64)
+    for _, kind, which, more in _COLUMNS:
+        lengths += np.dtype(kind).itemsize * (counts[:, which] + more)
+    return -(-lengths // 8) * 8
+
+
+def _encode_group(c: IndexColumns, low: Ints, high: Ints, group: Bytes) -> None:
+    """Writes the rows from `low` to `high` into `group`, which is all zeros."""
+    at = 0
     for name, kind, which, more in _COLUMNS:
         part = getattr(c, name)[int(low[which]) : int(high[which]) + more]
-        if name in _STARTS:
-            part = part - low[_STARTS[name]]
-        made.append(np.ascontiguousarray(part, dtype=kind).tobytes())
-    length = sum(map(len, made))
-    made.append(bytes(-length % 8))
-    return b"".join(made)
+        place = group[at : at + len(part) * np.dtype(kind).itemsize].view(kind)
+        place[:] = part - low[_STARTS[name]] if name in _STARTS else part
+        at += place.nbytes
 
 
 def groups_from_columns(columns: Mapping[str, Array], begin: int, nbytes: int) -> Groups:
@@ -173,10 +182,7 @@ def groups_from_columns(columns: Mapping[str, Array], begin: int, nbytes: int) -
     absurd = bool((starts < 0).any()) or bool((starts > nbytes).any())
     if absurd or bool(starts[0].any()) or bool((counts < 0).any()) or starts[-1, _BYTES] != nbytes:
         raise FormatError(f"index: the column 'group_starts' does not cut {nbytes} bytes of groups", hint=_HINT)
-    lengths: Ints = np.zeros(len(counts), np.int64)
-    for _, kind, which, more in _COLUMNS:
-        lengths += np.dtype(kind).itemsize * (counts[:, which] + more)
-    if bool((counts[:, _ROWS] == 0).any()) or bool((-(-lengths // 8) * 8 != counts[:, _BYTES]).any()):
+    if bool((counts[:, _ROWS] == 0).any()) or bool((_group_lengths(counts) != counts[:, _BYTES]).any()):
         raise FormatError("index: the column 'group_starts' gives a group another length than its rows have", hint=_HINT)
     if any(one >= two for one, two in pairwise(names)):
         raise FormatError("index: the groups' first names are out of order", hint=_HINT)

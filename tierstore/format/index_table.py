@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import difflib
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -212,10 +213,16 @@ class Index:
         """Every tensor, sorted by name. Makes Python objects of all extents: for tools, not for planning."""
         return (self._entry(row) for row in range(len(self)))
 
-    def detached(self) -> Index:
-        """The same index, in memory of its own: the file that its columns were views of can go."""
+    def detached(self, shared: dict[bytes, Any] | None = None) -> Index:
+        """The same index, in memory of its own: the file that its columns were views of can go.
+
+        Args:
+            shared: Columns of other indexes by what they hold; an equal one is taken from there, and new ones are put there. Most
+                columns of thousands of ranks' indexes are the same.
+        """
+        shared = {} if shared is None else shared
         columns: dict[str, Any] = {field.name: getattr(self.columns, field.name) for field in fields(self.columns)}
-        copied = {name: np.array(column) for name, column in columns.items() if isinstance(column, np.ndarray)}
+        copied = {name: _own(column, shared) for name, column in columns.items() if isinstance(column, np.ndarray)}
         return Index(columns=IndexColumns(**{**columns, **copied}), block_nbytes=self.block_nbytes)
 
     def names(self) -> list[str]:
@@ -369,6 +376,16 @@ class Index:
         c = self.columns
         digests = c.digests[c.block_starts[number] : c.block_starts[number + 1]]
         return FileEntry(name=c.file_names[number], nbytes=int(c.file_nbytes[number]), block_digests=digests.tobytes())
+
+
+def _own(column: Any, shared: dict[bytes, Any]) -> Any:
+    key = hashlib.sha256(f"{column.dtype.str}{column.shape}".encode() + column.tobytes()).digest()
+    found = shared.get(key)
+    if found is None:
+        found = np.array(column)
+        found.flags.writeable = False
+        found = shared.setdefault(key, found)
+    return found
 
 
 def _meeting(table: ExtentTable, box: Sequence[range]) -> ExtentTable:

@@ -61,14 +61,14 @@ class PackedObjects(Mapping[int, bytes]):
         return len(self._parts)
 
 
-def _read_part(data: bytes) -> tuple[Part, Gathered]:
-    """Reads a part record so that nothing kept of it holds on to `data`."""
+def _read_part(data: bytes, shared: dict[bytes, Any]) -> tuple[Part, Gathered]:
+    """Reads a part record so that nothing kept of it holds on to `data`; see `Index.detached` for `shared`."""
     part = decode_part(data)
     name = part_name(part.rank)
     digest = file_digest(block_digests(data, part.index.block_nbytes))
     return part, Gathered(
         rank=part.rank,
-        index=part.index.detached(),
+        index=part.index.detached(shared),
         objects=zlib.compress(part.objects, 1),
         facts=part.facts,
         record=FileRecord(name=name, nbytes=len(data), digest=digest, kind="part"),
@@ -83,6 +83,7 @@ class Gathering:
     attempt: Attempt
     world_size: int | None
     parts: dict[int, Gathered] = field(default_factory=dict)
+    shared: dict[bytes, Any] = field(default_factory=dict)
     troubles: dict[int, str] = field(default_factory=dict)
     proven: set[int] = field(default_factory=set)
 
@@ -92,7 +93,7 @@ class Gathering:
 
     def take(self) -> list[Gathered]:
         """Hands out all parts in the order of the ranks, and keeps none of them."""
-        parts, self.parts = self.parts, {}
+        parts, self.parts, self.shared = self.parts, {}, {}
         return [parts[rank] for rank in sorted(parts)]
 
     def missing(self) -> list[int]:
@@ -135,7 +136,7 @@ class Gathering:
         path = self.attempt.path(part_name(rank))
         try:
             data = await self.storage.read(path)
-            part, gathered = await asyncio.to_thread(_read_part, data)
+            part, gathered = await asyncio.to_thread(_read_part, data, self.shared)
         except NotFoundError:
             return
         except VersionError:
