@@ -314,3 +314,38 @@ def test_a_dtype_that_torch_has_not_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="'x' has dtype F6_E2M3"):
         tierstore.open_foreign(tmp_path / "m.safetensors")
     assert any_dtype("bfloat16").dtype is torch.bfloat16
+
+
+def test_each_kind_is_read_from_a_remote_file_system_too(tmp_path: Path) -> None:
+    import fsspec
+
+    state = {"model": {"w": torch.arange(600.0).view(20, 30), "t": torch.arange(6.0).view(2, 3).t()}, "step": 4}
+    save_dcp(state, tmp_path / "dcp")
+    hugging_face(tmp_path / "hf", [{"a": torch.ones(3)}, {"b": torch.zeros(2)}])
+    torch.save(state, tmp_path / "s.pt")
+    memory = fsspec.filesystem("memory")
+    for path in (p for p in tmp_path.rglob("*") if p.is_file()):
+        memory.pipe_file(f"/foreign/{path.relative_to(tmp_path)}", path.read_bytes())
+    try:
+        for place in ("memory://foreign/dcp", "memory://foreign/s.pt"):
+            with tierstore.open_foreign(place) as checkpoint:
+                loaded = checkpoint.state()
+                assert_bits(loaded["model"], state["model"])
+                assert loaded["step"] == 4
+                assert torch.equal(checkpoint["model.w"][3:5, 7:9], state["model"]["w"][3:5, 7:9])
+        for place in ("memory://foreign/hf", f"memory://foreign/hf/{INDEX}"):
+            with tierstore.open_foreign(place) as checkpoint:
+                assert_bits(checkpoint.state(), {"a": torch.ones(3), "b": torch.zeros(2)})
+    finally:
+        memory.rm("/foreign", recursive=True)
+
+
+def test_a_folder_may_have_a_file_s_name_and_a_file_none(tmp_path: Path) -> None:
+    with tierstore.open_foreign(hugging_face(tmp_path / "run.pt", [AWKWARD])) as checkpoint:
+        assert_bits(checkpoint.state(), AWKWARD)
+    torch.save({"a": torch.ones(2)}, tmp_path / "checkpoint")
+    with tierstore.open_foreign(tmp_path / "checkpoint") as checkpoint:
+        assert_bits(checkpoint.state(), {"a": torch.ones(2)})
+    save_file({"a": torch.ones(2)}, tmp_path / "weights")
+    with tierstore.open_foreign(tmp_path / "weights") as checkpoint:
+        assert_bits(checkpoint.state(), {"a": torch.ones(2)})

@@ -130,7 +130,7 @@ async def look_at(
         raise UsageError(f"format is {format!r}", hint="say 'auto', 'safetensors', 'dcp' or 'torch'")
     files = await find_files(uri, options)
     try:
-        kind = _kind(files) if format == "auto" else format
+        kind = await _kind(files) if format == "auto" else format
         if kind == "dcp":
             found = await _dcp(files, skip=skip_objects)
         elif kind == "torch":
@@ -145,8 +145,8 @@ async def look_at(
         raise
 
 
-def _kind(files: ForeignFiles) -> str:
-    """What is there, by the names of the files alone; several possible answers are settled in this order."""
+async def _kind(files: ForeignFiles) -> str:
+    """What is there, by the names of the files; several possible answers are settled in this order. One file is looked at if need be."""
     names = [files.only] if files.only else list(files.infos)
     if files.only.endswith(".distcp") or files.only.startswith(METADATA):
         raise UsageError(f"{files.uri} is one file of a DCP directory", hint="name the directory")
@@ -154,8 +154,10 @@ def _kind(files: ForeignFiles) -> str:
         return "dcp"
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         return "safetensors"
-    if files.only or any(name.endswith((*_TORCH_SUFFIXES, ".bin.index.json")) for name in names):
+    if any(name.endswith((*_TORCH_SUFFIXES, ".bin.index.json")) for name in names):
         return "torch"
+    if files.only:
+        return "torch" if await files.read(files.only, 0, min(4, await files.nbytes(files.only))) == b"PK\x03\x04" else "safetensors"
     raise UsageError(
         f"{files.uri} holds no checkpoint that is known here: {', '.join(sorted(names)[:6])}",
         hint="known are safetensors, DCP directories (.metadata) and torch.save files (.pt, .pth, .bin, .ckpt)",

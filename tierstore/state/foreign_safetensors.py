@@ -44,7 +44,7 @@ async def choose_files(files: ForeignFiles) -> tuple[tuple[str, ...], Mapping[st
     """
     names = sorted(name for name in files.infos if name.endswith(".safetensors"))
     listed = [files.only] if files.only.endswith(INDEX_SUFFIX) else sorted(n for n in files.infos if n.endswith(INDEX_SUFFIX))
-    if files.only.endswith(".safetensors"):
+    if files.only and not listed:
         return (files.only,), None, ""
     index = "model" + INDEX_SUFFIX if "model" + INDEX_SUFFIX in listed else listed[0] if len(listed) == 1 else ""
     if index:
