@@ -207,7 +207,7 @@ def _pieces(needs: Sequence[Needs], near: npt.NDArray[np.bool_], file_nbytes: In
     wanted, at, many = np.unique(rows, return_index=True, return_counts=True)
     asking = np.add.reduceat(asks, at, dtype=np.int64) if len(at) else np.empty(0, dtype=np.int64)
     file, begin, end = files[at], cuts[wanted], cuts[wanted + 1]
-    held = near.any(axis=0)[file] if len(at) else np.empty(0, dtype=bool)
+    held = np.asarray(near.any(axis=0))[file]
     beside = np.zeros(len(at), dtype=bool)  # a neighbour begins where it ends, or ends where it begins
     touch = (end[:-1] == begin[1:]) & (file[:-1] == file[1:])
     beside[:-1] |= touch
