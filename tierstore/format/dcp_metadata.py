@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 from tierstore.errors import FormatError, IncompleteError
 from tierstore.format.dtypes import DTYPES
 from tierstore.format.header import MAX_NDIM
-from tierstore.format.pickle_reader import MAX_OPS, Instance, Maker, read_pickle
+from tierstore.format.pickle_reader import MAX_OPS, Instance, Maker, full_name, read_pickle
 from tierstore.names import check_relative
 
 __all__ = ["MAX_METADATA_NBYTES", "DcpChunk", "DcpItem", "DcpMetadata", "DcpTensor", "parse_dcp_metadata"]
@@ -101,10 +101,9 @@ def _find(module: str, name: str) -> Any:
     if (module, name) == ("collections", "OrderedDict"):
         return Maker(name, dict)
     raise FormatError(
-        f".metadata names {module[:100]}.{name[:100]}, which is no part of DCP's metadata: refused, nothing was executed",
+        f".metadata names {full_name(module, name)}, which is no part of DCP's metadata: refused, nothing was executed",
         hint="a stock DCP checkpoint has no such name: don't open this one with torch either, it may run code",
-        module=module,
-        name=name,
+        name=full_name(module, name),
     )
 
 

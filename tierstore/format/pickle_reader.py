@@ -14,7 +14,7 @@ from typing import Any
 
 from tierstore.errors import FormatError, TierStoreError
 
-__all__ = ["MAX_OPS", "Instance", "Maker", "read_pickle"]
+__all__ = ["MAX_OPS", "Instance", "Maker", "full_name", "read_pickle"]
 
 MAX_OPS = 200_000_000
 """Opcodes in one pickle; stock DCP's metadata of a million chunks has about 40 million."""
@@ -44,6 +44,12 @@ class Instance:
         self.name = name
         self.args = args
         self.state: Any = None
+
+
+def full_name(module: str, name: str) -> str:
+    """A name of a pickle for people: it comes from outside, and may neither be endless nor speak to a terminal."""
+    text = f"{module}.{name}"[:200]
+    return text if text.isprintable() else ascii(text)
 
 
 def read_pickle(

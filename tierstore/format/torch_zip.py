@@ -16,7 +16,7 @@ from typing import Any
 from tierstore.errors import FormatError
 from tierstore.format.dtypes import DTYPES
 from tierstore.format.header import MAX_NDIM
-from tierstore.format.pickle_reader import Instance, Maker, read_pickle
+from tierstore.format.pickle_reader import Instance, Maker, full_name, read_pickle
 
 __all__ = [
     "LOCAL_NBYTES",
@@ -236,7 +236,8 @@ def _find(module: str, name: str) -> Any:
         return _Storage("", None)
     if module == "torch" and name in DTYPES:
         return SavedValue("dtype", name)
-    return Maker(full, lambda *args: Instance(full, args))
+    shown = full_name(module, name)
+    return Maker(shown, lambda *args: Instance(shown, args))
 
 
 def _storage(value: Any) -> _Storage:
