@@ -1,8 +1,9 @@
 """Loading another layout: bytes fetched for the bytes needed, requests and time, for row, column and 2-D slices of one checkpoint.
 
 Four ranks save four matrices by rows. One rank of eight then loads its rows, its columns, or its cell of a 2 x 4 grid: from a local
-directory, and from a real S3 server behind 20 ms of latency for each request. The peers are stock DCP, Hugging Face's reader of it, and
-s3torchconnector; they load the same chunks into the same DTensors, through readers made anew each time.
+directory, and from a real S3 server behind 20 ms of latency for each request. Then four ranks load their columns from S3 together. The
+peers are stock DCP, Hugging Face's reader of it, and s3torchconnector; they load the same chunks into the same DTensors, through readers
+made anew each time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ import tierstore
 from tierstore.testing.servers import embedded_server
 from tierstore.units import format_size
 
-SAVERS, TENSORS, LATENCY_S = 4, 4, 0.020
+RANKS, TENSORS, LATENCY_S = 4, 4, 0.020
 LAYOUTS = {
     "rows, Shard(0) of 8": ((8,), [Shard(0)]),
     "columns, Shard(1) of 8": ((8,), [Shard(1)]),
@@ -45,6 +46,7 @@ LAYOUTS = {
     "everything": ((8,), [Replicate()]),
 }
 OURS = "tierstore, every block proved"
+FAR = f"S3, {LATENCY_S * 1000:.0f} ms for each request"
 
 
 def main() -> None:
@@ -55,15 +57,15 @@ def main() -> None:
         server.make_bucket("bench")
         options = server.options()
         os.environ.update(AWS_ACCESS_KEY_ID=options["key"], AWS_SECRET_ACCESS_KEY=options["secret"], AWS_EC2_METADATA_DISABLED="true")
-        save_with_ranks(root, options, side)
+        with_ranks(save_rank, root, options, side)
         dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=8)
-        print(f"{TENSORS} float32 tensors of {side} x {side}, saved by {SAVERS} ranks by rows; rank 2 of 8 loads its part; {server.kind}")
-        with far_away(options["endpoint_url"], LATENCY_S) as (endpoint_url, link):
+        print(f"{TENSORS} float32 tensors of {side} x {side}, saved by {RANKS} ranks by rows; rank 2 of 8 loads its part; {server.kind}")
+        with far_away(options["endpoint_url"], LATENCY_S) as (endpoint_url, counts):
             far = {**options, "endpoint_url": endpoint_url}
             tier = {"name": "object", "uri": "s3://bench/ours", "options": far}
             with (
-                tierstore.open({"run": "bench", "tiers": [str(root / "ours")]}) as near_store,
-                tierstore.open({"run": "bench", "tiers": [tier]}) as far_store,
+                tierstore.open({"run": "bench", "tiers": [str(root / "ours")]}, rank=0, world_size=1) as near_store,
+                tierstore.open({"run": "bench", "tiers": [tier]}, rank=0, world_size=1) as far_store,
             ):
                 local = Bench(
                     where="a local directory, in the page cache",
@@ -76,19 +78,12 @@ def main() -> None:
                     },
                     counters=local_counters,
                 )
-                remote = Bench(
-                    where=f"S3, {LATENCY_S * 1000:.0f} ms for each request",
-                    peers={
-                        OURS: lambda into: far_store.load(into=into),
-                        "DCP FsspecReader (s3fs), no check": lambda into: load(into, FsspecReader("s3://bench/dcp", **for_s3fs(far))),
-                        **s3torchconnector_peer(endpoint_url),
-                    },
-                    counters=lambda: counters_of(link),
-                )
+                remote = Bench(where=FAR, peers=far_peers(far_store, far), counters=counts.read)
                 for bench in (local, remote):
                     for name, (mesh, placements) in LAYOUTS.items():
                         bench.run(name, side, mesh, placements, args.repeat)
-        dist.destroy_process_group()
+            dist.destroy_process_group()
+            with_ranks(load_rank, far, side, args.repeat, counts)
 
 
 # ---- the measurements
@@ -106,6 +101,7 @@ class Bench:
     def run(self, layout: str, side: int, mesh: tuple[int, ...], placements: list[Any], repeat: int) -> None:
         device_mesh = init_device_mesh("cpu", mesh)
         seconds: dict[str, list[float]] = {name: [] for name in self.peers}
+        together = device_mesh.size() == dist.get_world_size() and dist.get_backend() == "gloo"
         requests: dict[str, int] = {}
         fetched: dict[str, int] = {}
         needed = 0
@@ -117,8 +113,12 @@ class Bench:
                 needed = sum(t.to_local().nbytes for t in into.values())
                 before = self.counters()
                 try:
-                    took = timed(peer, into)
-                except Exception as error:  # noqa: BLE001  # a peer that can't do it is part of the result
+                    if together:
+                        dist.barrier()
+                    took = timed(peer, into) if not together else timed(lambda: (peer(into), dist.barrier()))  # noqa: B023
+                except Exception as error:  # a peer that can't do it is part of the result
+                    if name == OURS:
+                        raise
                     self.failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"
                     continue
                 after = self.counters()
@@ -127,6 +127,10 @@ class Bench:
                     seconds[name].append(took)
                 else:
                     check(into, side)
+        if together:
+            needed *= dist.get_world_size()
+            if dist.get_rank():
+                return
         print(f"\n{layout}, from {self.where}: {format_size(needed)} needed of {format_size(TENSORS * side * side * 4)}")
         base = statistics.median(seconds[OURS])
         for name in self.peers:
@@ -142,24 +146,25 @@ def load(into: Any, reader: Any) -> None:
     dcp.load(into, storage_reader=reader, no_dist=True)
 
 
-def s3torchconnector_peer(endpoint_url: str) -> dict[str, Callable[[Any], object]]:
-    try:
-        from s3torchconnector import S3ClientConfig
-        from s3torchconnector._s3client import S3Client
-        from s3torchconnector.dcp import S3StorageReader
-        from s3torchconnector.dcp.s3_file_system import S3FileSystem
-    except ImportError as error:
-        print(f"s3torchconnector is left out: {error}; pip install 'tierstore[bench]'")
-        return {}
+def far_peers(store: tierstore.Store, options: dict[str, Any]) -> dict[str, Callable[[Any], object]]:
+    return {
+        OURS: lambda into: store.load(into=into),
+        "DCP FsspecReader (s3fs), no check": lambda into: load(into, FsspecReader("s3://bench/dcp", **for_s3fs(options))),
+        "s3torchconnector S3StorageReader, no check": lambda into: load(into, s3torchconnector_reader(options["endpoint_url"])),
+    }
 
-    def peer(into: Any) -> None:
-        reader = S3StorageReader("us-east-1", "s3://bench/dcp")
-        # Its public constructor takes no endpoint: the file system beneath does, through its client.
-        client = S3Client("us-east-1", endpoint=endpoint_url, s3client_config=S3ClientConfig(force_path_style=True))
-        reader.fs = S3FileSystem("us-east-1", s3_client=client, reader_constructor=reader._reader_constructor)
-        load(into, reader)
 
-    return {"s3torchconnector S3StorageReader, no check": peer}
+def s3torchconnector_reader(endpoint_url: str) -> Any:
+    from s3torchconnector import S3ClientConfig
+    from s3torchconnector._s3client import S3Client
+    from s3torchconnector.dcp import S3StorageReader
+    from s3torchconnector.dcp.s3_file_system import S3FileSystem
+
+    reader = S3StorageReader("us-east-1", "s3://bench/dcp")
+    # Its public constructor takes no endpoint: the file system beneath does, through its client.
+    client = S3Client("us-east-1", endpoint=endpoint_url, s3client_config=S3ClientConfig(force_path_style=True))
+    reader.fs = S3FileSystem("us-east-1", s3_client=client, reader_constructor=reader._reader_constructor)
+    return reader
 
 
 def value(number: int, side: int) -> torch.Tensor:
@@ -181,15 +186,16 @@ def check(into: dict[str, DTensor], side: int) -> None:
         assert torch.equal(tensor.to_local(), value(i, side)[part])
 
 
-# ---- saving
+# ---- several ranks
 
 
-def save_with_ranks(root: Path, options: dict[str, Any], side: int) -> None:
+def with_ranks(body: Callable[..., None], *values: Any) -> None:
+    """Runs ``body(rank, *values)`` in the ranks of a gloo group."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=save_rank, args=(rank, port, root, options, side)) for rank in range(SAVERS)]
+    ranks = [context.Process(target=in_group, args=(body, rank, port, values)) for rank in range(RANKS)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -197,18 +203,30 @@ def save_with_ranks(root: Path, options: dict[str, Any], side: int) -> None:
     assert all(process.exitcode == 0 for process in ranks)
 
 
-def save_rank(rank: int, port: int, root: Path, options: dict[str, Any], side: int) -> None:
+def in_group(body: Callable[..., None], rank: int, port: int, values: tuple[Any, ...]) -> None:
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=SAVERS)
-    mesh = init_device_mesh("cpu", (SAVERS,))
-    rows = side // SAVERS
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    body(rank, *values)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def save_rank(rank: int, root: Path, options: dict[str, Any], side: int) -> None:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    rows = side // RANKS
     state = {f"t{i}": DTensor.from_local(value(i, side)[rank * rows : (rank + 1) * rows].clone(), mesh, [Shard(0)]) for i in range(TENSORS)}
     for tier in (str(root / "ours"), {"name": "object", "uri": "s3://bench/ours", "options": options}):
-        with tierstore.open({"run": "bench", "tiers": [tier]}, rank=rank, world_size=SAVERS) as store:
+        with tierstore.open({"run": "bench", "tiers": [tier]}, rank=rank, world_size=RANKS) as store:
             store.save(1, state).wait("committed", timeout=600)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(root / "dcp"))
     dcp.save(state, storage_writer=FsspecWriter("s3://bench/dcp", **for_s3fs(options)))
-    dist.destroy_process_group()
+
+
+def load_rank(rank: int, options: dict[str, Any], side: int, repeat: int, counts: Counts) -> None:
+    tier = {"name": "object", "uri": "s3://bench/ours", "options": options}
+    with tierstore.open({"run": "bench", "tiers": [tier]}, rank=rank, world_size=RANKS) as store:
+        bench = Bench(where=FAR, peers=far_peers(store, options), counters=counts.read)
+        bench.run(f"columns, Shard(1), all {RANKS} ranks at once", side, (RANKS,), [Shard(1)], repeat)
 
 
 def shards_of(folder: Path) -> Path:
@@ -230,37 +248,46 @@ def local_counters() -> tuple[int, int]:
     return int(facts["syscr"]), int(facts["rchar"])
 
 
-def counters_of(link: Connection) -> tuple[int, int]:
-    link.send("count")
-    requests, nbytes = link.recv()
-    return int(requests), int(nbytes)
+class Counts:
+    """Requests and answered bytes, shared by the processes."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.requests, self.nbytes = context.Value("q"), context.Value("q")
+
+    def add(self, requests: int, nbytes: int) -> None:
+        with self.requests.get_lock():
+            self.requests.value += requests
+            self.nbytes.value += nbytes
+
+    def read(self) -> tuple[int, int]:
+        time.sleep(0.02)  # what is still being counted
+        return self.requests.value, self.nbytes.value
 
 
 @contextmanager
-def far_away(endpoint_url: str, latency_s: float) -> Iterator[tuple[str, Connection]]:
+def far_away(endpoint_url: str, latency_s: float) -> Iterator[tuple[str, Counts]]:
     """A proxy with latency, in a process of its own: it must not compete with the client for an interpreter."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=serve_proxy, args=(endpoint_url, latency_s, there), daemon=True)
+    counts = Counts()
+    process = context.Process(target=serve_proxy, args=(endpoint_url, latency_s, there, counts), daemon=True)
     process.start()
     try:
-        yield here.recv(), here
+        yield here.recv(), counts
     finally:
         here.send("end")
         process.join(10)
 
 
-def serve_proxy(endpoint_url: str, latency_s: float, link: Connection) -> None:
+def serve_proxy(endpoint_url: str, latency_s: float, link: Connection, counts: Counts) -> None:
     """Adds latency and nothing else: answers are spliced through the kernel. (`testing.LatencyProxy` reads what it passes on, which
     takes a core and more time than its latency when it must pass on hundreds of MiB.)"""
     there = urlsplit(endpoint_url)
-    counts = {"requests": 0, "nbytes": 0}
-    lock = threading.Lock()
 
     def ask(client: socket.socket, server: socket.socket) -> None:
         while data := client.recv(1 << 16):  # no pipelining, and requests without bodies: what arrives at once is one request
-            with lock:
-                counts["requests"] += 1
+            counts.add(1, 0)
             time.sleep(latency_s)
             server.sendall(data)
         server.shutdown(socket.SHUT_WR)
@@ -270,8 +297,7 @@ def serve_proxy(endpoint_url: str, latency_s: float, link: Connection) -> None:
         fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, 1 << 20)
         try:
             while got := os.splice(server.fileno(), into, 1 << 20):
-                with lock:
-                    counts["nbytes"] += got
+                counts.add(0, got)
                 while got:
                     got -= os.splice(out, client.fileno(), got)
         except OSError:
@@ -293,9 +319,7 @@ def serve_proxy(endpoint_url: str, latency_s: float, link: Connection) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
         threading.Thread(target=accept, args=(listener,), daemon=True).start()
         link.send(f"http://127.0.0.1:{listener.getsockname()[1]}")
-        while link.recv() != "end":
-            time.sleep(0.01)  # what is still being counted
-            link.send((counts["requests"], counts["nbytes"]))
+        link.recv()
 
 
 if __name__ == "__main__":
