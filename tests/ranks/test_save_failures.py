@@ -59,11 +59,12 @@ def resumes(rank: int, world_size: int, folder: Path) -> Any:
 # ---- death
 
 
-def dies_in(rank: int, world_size: int, folder: Path, moment: str) -> Any:
+def dies_in(rank: int, world_size: int, folder: Path, moment: str, dead: int = 1) -> Any:
     patch = pytest.MonkeyPatch()
+    patch.setattr("tierstore.state.agreement._GRACE_S", 1.0)  # how much longer the others wait for rank 0
     store = open_in(folder, agreement="3s", commit="3s")
     first = save_or_tell(store, 1, state_of(rank, 1))
-    if rank == 1:
+    if rank == dead:
         if moment == "before the agreement":
             die()
         target = {
@@ -92,6 +93,16 @@ def test_the_part_of_a_rank_that_dies_later_is_missed_by_name_and_the_step_never
         assert (first, kind, missing) == ("saved", "CondemnedError", [1])
         assert "no part of rank 1 of 3" in message
     assert run_ranks(2, resumes, tmp_path) == [[1, "saved", [1, 9]]] * 2
+
+
+def test_the_others_do_not_depend_on_rank_0(tmp_path: Path) -> None:
+    found = run_ranks(3, dies_in, tmp_path / "a", moment="before the agreement", dead=0, may_die={0: -9})
+    expected = ["DeadlineError", "the save of step 2: rank 0 of 3 did not answer within 4 s", [0]]
+    assert found == [None, ["saved", expected], ["saved", expected]]
+    found = run_ranks(3, dies_in, tmp_path / "b", moment="before its part record", dead=0, may_die={0: -9})
+    for first, (kind, _, missing) in found[1:]:
+        assert (first, kind, missing) == ("saved", "CondemnedError", [0])
+    assert run_ranks(2, resumes, tmp_path / "b") == [[1, "saved", [1, 9]]] * 2
 
 
 # ---- failure of one rank, and what comes after it

@@ -228,6 +228,8 @@ def outside_of_its_mesh(rank: int, world_size: int, folder: Path) -> Any:
     saved(folder, {"w": value, "own": torch.full((1,), float(rank))})
     dist.barrier()
     with tierstore.open(tiers(folder), run="r") as store:
+        with pytest.raises(tierstore.TierStoreError, match="'w' is in the state of ranks outside of its mesh only"):
+            store.save(2, {"w": value} if rank == 2 else {})
         return store.load(1)["w"].tolist()
 
 

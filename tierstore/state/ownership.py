@@ -191,6 +191,7 @@ def merge(tables: Mapping[int, bytes], speakers: Sequence[int]) -> bytes:
                     held.came.update(rank for rank in ranks if rank in inside)
     patterns: dict[str, int] = {}
     items = []
+    only_outside: set[str] = set()
     for (names, form), held in found.items():
         if held.pieces:
             numbers = {piece: n for n, piece in enumerate(sorted(set(held.pieces.values())))}
@@ -198,10 +199,17 @@ def merge(tables: Mapping[int, bytes], speakers: Sequence[int]) -> bytes:
             held.came.update(held.pieces)
         _check_all_came(names[0], held)
         if not held.groups:
+            only_outside.add(names[0])
             continue  # only ranks outside its mesh have it: they refer to what others write
         ordered = sorted(held.groups.items(), key=lambda g: min(g[0]))
         pattern = json.dumps([[group for group, _ in ordered], ordered[0][1]])
         items.append([names, form, held.nbytes, patterns.setdefault(pattern, len(patterns))])
+    written = {item[0][0] for item in items}
+    if lost := sorted(only_outside - written):
+        raise UsageError(
+            f"tensor {lost[0]!r} is in the state of ranks outside of its mesh only: nobody has its values",
+            hint="the ranks of a tensor's mesh save their parts of it under the same name",
+        )
     return _encoded({"patterns": [json.loads(p) for p in patterns], "items": items})
 
 
