@@ -109,7 +109,7 @@ def show(cli: Cli, ref: Ref = "latest") -> int:
         catalog, info = find_checkpoint(session, ref)
         copies = pending(catalog, session.tiers)
         try:
-            replica, failure = session.run(open_replica(session.tiers, info)), None
+            replica, failure = session.run(open_replica(session.tiers, info, run=session.run)), None
         except TierStoreError as error:  # the log can be shown all the same; the error is raised after that
             replica, failure = None, error
     manifest = replica.manifest if replica else None
