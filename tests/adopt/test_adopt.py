@@ -20,6 +20,7 @@ import tierstore
 from tierstore.cli.main import app
 from tierstore.errors import IncompleteError, NotFoundError, SaveError, TierFullError, UnsupportedTypeError, UsageError
 from tierstore.format.index import check_coverage
+from tierstore.state.export import ExportOptions
 from tierstore.state.passthrough import companions_of, read_companion
 from tierstore.storage import _clone
 from tierstore.testing.equality import assert_same_state
@@ -317,3 +318,10 @@ def test_training_goes_on_from_an_adopted_checkpoint(tmp_path: Path) -> None:
         assert_bits(other.state_dict(), model.state_dict())
         store.save(1, other.state_dict()).wait("durable", 60)
         assert_bits(store.load(1), model.state_dict())
+
+
+def test_a_foreign_checkpoint_is_converted_without_a_store(tmp_path: Path) -> None:
+    with tierstore.open_foreign(hugging_face(tmp_path / "hf", PARTS)) as checkpoint:
+        checkpoint.renamed([{"match": r"model\.(.*)", "to": r"net.\1"}]).export(tmp_path / "dcp", ExportOptions(format="dcp"))
+    with tierstore.open_foreign(tmp_path / "dcp") as checkpoint:
+        assert_bits({name: checkpoint[name].full() for name in checkpoint}, {n.replace("model.", "net."): t for n, t in WHOLE.items()})

@@ -134,3 +134,11 @@ def test_a_module_state_keeps_its_metadata_and_nothing_else() -> None:
     made.other = 1  # type: ignore[attr-defined]
     with pytest.raises(FormatError, match="state for a OrderedDict"):
         parse_saved(pickle.dumps(made, 2), "test")
+
+
+def test_a_name_from_a_pickle_can_t_speak_to_the_terminal() -> None:
+    data = b"\x80\x02c\x1b[31mevil\nx\n)R."
+    assert parse_saved(data, "test").name == r"'\x1b[31mevil.x'"
+    with pytest.raises(FormatError) as error:
+        parse_dcp_metadata(data)
+    assert "\x1b" not in str(error.value)
