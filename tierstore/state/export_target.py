@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -12,7 +13,7 @@ from tierstore.errors import RefusedError, TierStoreError
 from tierstore.names import TMP
 from tierstore.state.export_source import WindowSource
 from tierstore.state.reading import Run
-from tierstore.storage.contract import Storage
+from tierstore.storage.contract import Source, Storage
 from tierstore.storage.sources import BytesSource
 
 __all__ = ["ExportTarget", "ExportedFile"]
@@ -24,6 +25,10 @@ _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.in
 
 _WHOLE = ("model.safetensors.index.json", "model.safetensors", ".metadata")
 """With one of these a directory looks like a whole export: they go first and come last."""
+
+
+_END_S = 10.0
+"""Seconds to wait for a write that was interrupted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +54,7 @@ class ExportTarget:
         self._run = run
         self._overwrite = overwrite
         self._stale: set[str] = set()
+        self._begun: list[str] = []
         self.files: list[ExportedFile] = []
 
     @property
@@ -83,23 +89,36 @@ class ExportTarget:
     def put(self, name: str, data: bytes | memoryview, tensors: int = 0) -> None:
         """Writes a file that is in memory."""
         source = BytesSource(data)
-        self._run(self._storage.write(name, source))
-        self._wrote(name, source.nbytes, tensors)
+        self._write(name, source)
+        self.files.append(ExportedFile(name=name, nbytes=source.nbytes, tensors=tensors))
 
     def write(self, name: str, source: WindowSource, tensors: int) -> None:
         """Writes a file that is made while it is written, and closes its source."""
         try:
-            self._run(self._storage.write(name, source))
+            self._write(name, source)
         finally:
             source.close()
-        self._wrote(name, source.nbytes, tensors)
+        self.files.append(ExportedFile(name=name, nbytes=source.nbytes, tensors=tensors))
+
+    def _write(self, name: str, source: Source) -> None:
+        self._begun.append(name)
+        ended = threading.Event()
+
+        async def work() -> None:
+            try:
+                await self._storage.write(name, source)
+            finally:
+                ended.set()
+
+        try:
+            self._run(work())
+        except BaseException:
+            ended.wait(_END_S)  # Ctrl-C only asks it to end, and until it has it may still be published
+            raise
 
     def drop_stale(self) -> None:
         """Removes the earlier export's files that were not replaced: stock readers open every file that is there."""
         self._delete(sorted(self._stale - {file.name for file in self.files}))
-
-    def _wrote(self, name: str, nbytes: int, tensors: int) -> None:
-        self.files.append(ExportedFile(name=name, nbytes=nbytes, tensors=tensors))
 
     def _delete(self, names: Sequence[str]) -> None:
         if names:
@@ -116,9 +135,9 @@ class ExportTarget:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None and self.files:
+        if error is not None and self._begun:
             try:
-                self._run(self._storage.delete([file.name for file in reversed(self.files)]))
+                self._run(self._storage.delete(self._begun[::-1]))
             except TierStoreError as failure:  # the first error is the one to raise
                 log.warning("export=%s its files could not be removed after an error: %s", self.uri, failure)
         self.tidy()

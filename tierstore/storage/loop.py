@@ -56,7 +56,8 @@ class EventLoop:
                 loop = self._start()
                 # Inside the lock: a loop that `close` stops must not take in a coroutine that nobody will ever run.
                 return asyncio.run_coroutine_threadsafe(coro, loop)
-        except BaseException:
+        except Exception:
+            # Not for KeyboardInterrupt: it may come when the loop has the coroutine already, which is not to be closed under its feet.
             coro.close()
             raise
 
