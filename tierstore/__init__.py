@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tierstore.state.foreign import open_foreign
     from tierstore.state.lazy import Checkpoint, LazyTensor
     from tierstore.state.load import LoadOptions
+    from tierstore.state.rank_values import RankValues, keep_modulo, keep_rank_0, require_same
     from tierstore.store import Store, open
     from tierstore.tiers.ticket import Ticket
 
@@ -27,14 +28,18 @@ __all__ = [
     "LazyTensor",
     "LoadOptions",
     "ObjectCodecs",
+    "RankValues",
     "Store",
     "StoreConfig",
     "Ticket",
     "TierStoreError",
     "__version__",
+    "keep_modulo",
+    "keep_rank_0",
     "load_config",
     "open",
     "open_foreign",
+    "require_same",
 ]
 
 __version__ = "0.1.0"
@@ -46,13 +51,17 @@ _HOMES = {
     "LazyTensor": "tierstore.state.lazy",
     "LoadOptions": "tierstore.state.load",
     "ObjectCodecs": "tierstore.format.objects",
+    "RankValues": "tierstore.state.rank_values",
     "Store": "tierstore.store",
     "StoreConfig": "tierstore.config",
     "Ticket": "tierstore.tiers.ticket",
     "TierStoreError": "tierstore.errors",
+    "keep_modulo": "tierstore.state.rank_values",
+    "keep_rank_0": "tierstore.state.rank_values",
     "load_config": "tierstore.config",
     "open": "tierstore.store",
     "open_foreign": "tierstore.state.foreign",
+    "require_same": "tierstore.state.rank_values",
 }
 
 

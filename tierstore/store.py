@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from types import TracebackType
 from typing import Any, Literal
@@ -508,7 +509,7 @@ class Store:
         for facts in found.facts:
             step, save_id = facts["step"], facts["save_id"]
             try:
-                info, state = self._load(lambda facts=facts: info_of(facts, catalog), into, options, f"{what} from step {step}, {save_id}")
+                info, state = self._load(partial(info_of, facts, catalog), into, options, f"{what} from step {step}, {save_id}")
             except IntegrityError as error:
                 if not fallback:
                     raise

@@ -104,4 +104,4 @@ def _all_bits(what: str, values: Sequence[bytes]) -> bytes:
     every = np.frombuffer(zlib.decompress(values[0][32:]), dtype=np.uint8).copy()
     for value in values[1:]:
         every &= np.frombuffer(zlib.decompress(value[32:]), dtype=np.uint8)
-    return every.tobytes()
+    return bytes(every)
