@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from typer.testing import CliRunner
 
 import tierstore
 from tierstore.cli.main import app
+from tierstore.crashpoints import CRASH_EXIT
 from tierstore.errors import IncompleteError, NotFoundError, SaveError, TierFullError, UnsupportedTypeError, UsageError
 from tierstore.format.index import check_coverage
 from tierstore.state.export import ExportOptions
@@ -325,3 +328,20 @@ def test_a_foreign_checkpoint_is_converted_without_a_store(tmp_path: Path) -> No
         checkpoint.renamed([{"match": r"model\.(.*)", "to": r"net.\1"}]).export(tmp_path / "dcp", ExportOptions(format="dcp"))
     with tierstore.open_foreign(tmp_path / "dcp") as checkpoint:
         assert_bits({name: checkpoint[name].full() for name in checkpoint}, {n.replace("model.", "net."): t for n, t in WHOLE.items()})
+
+
+@pytest.mark.parametrize("point", ["persist.before-part", "persist.after-receipt", "commit.before-record"])
+def test_a_process_that_dies_while_it_adopts_leaves_no_half_of_a_checkpoint(tmp_path: Path, point: str) -> None:
+    folder = hugging_face(tmp_path / "hf", PARTS)
+    words = ["adopt", str(folder), "--step", "5", "--run", "r", "--tier", str(tmp_path / "node"), "--tier", str(tmp_path / "shared")]
+    environment = {**os.environ, "TIERSTORE_CRASH_AT": point}
+    died = subprocess.run([sys.executable, "-m", "tierstore", *words], env=environment, capture_output=True, text=True, check=False)
+    assert died.returncode == CRASH_EXIT, died.stderr
+    with opened(tmp_path, "node", "shared") as store:
+        assert store.latest() is None
+        resumed = store.resume()  # commits what is complete
+        assert (resumed is not None) is (point == "commit.before-record")
+        if resumed is None:
+            store.adopt(folder, step=5).wait("durable", 60)
+        assert_bits(store.load(5), WHOLE)
+        assert store._session.run(verify(store._session.tiers, "r", level="full")).damage == ()
