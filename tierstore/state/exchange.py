@@ -174,8 +174,8 @@ class _Sweep:
         """Raises what kept this rank from having its bytes, but only after it did its part for the others; or a RankError at once."""
         outgoing = [[m for m in turn if m.reader == self.rank] for turn in self.turns]
         incoming = [[m for m in turn if m.reader != self.rank] for turn in self.turns]
-        places = [torch.empty(_most(outgoing[first::2]), dtype=torch.uint8) for first in (0, 1)]
-        place = torch.empty(_most(incoming), dtype=torch.uint8)
+        places = [torch.empty(_most(outgoing[first::2]), dtype=torch.uint8, device="cpu") for first in (0, 1)]
+        place = torch.empty(_most(incoming), dtype=torch.uint8, device="cpu")
         following = self.pool.submit(self.read, outgoing[0], places[0])
         for number in range(len(self.turns)):
             receiving: list[tuple[Message, torch.Tensor, Passing]] = []

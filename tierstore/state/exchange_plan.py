@@ -156,7 +156,8 @@ def plan_exchange(needs: Sequence[Needs], *, rank: int, file_nbytes: Ints, block
     """
     near = _near(needs)
     pieces = _pieces(needs, near, file_nbytes, block_nbytes)
-    budget = max(1, min(n.budget_nbytes for n in needs) // 2)  # half: while one round is sent the next is read
+    # A third: what is sent, what is received, and what is read meanwhile for the next round.
+    budget = max(1, min(n.budget_nbytes for n in needs) // 3)
     planned = _Planned(len(needs), pieces, near, rank, budget, max(1, min(UNIT_NBYTES, budget // 2) // block_nbytes))
     return planned.plan(file_nbytes, block_nbytes)
 
