@@ -261,6 +261,16 @@ def test_e23_chunks_that_do_not_cover_their_tensor_are_refused_when_they_are_sav
     writer.close()
 
 
+def test_a_planner_that_takes_a_shard_for_a_whole_tensor_is_refused(tmp_path: Path) -> None:
+    """Torch's own before 2.14: of several ranks' shards it would keep one, as if it were all."""
+    if hasattr(torch.distributed.checkpoint, "CheckpointableTensor"):
+        return  # this torch knows them itself
+    writer = TierStorageWriter(config(tmp_path))
+    with pytest.raises(CheckpointException, match="TierSavePlanner"):
+        dcp.save({"w": in_shards(torch.ones(4, 2), 2)}, storage_writer=writer, checkpoint_id=1, no_dist=True)
+    writer.close()
+
+
 def test_a_tensor_that_tells_its_shards_is_saved_and_loaded_by_them(tmp_path: Path) -> None:
     """CheckpointableTensor of torch 2.14, by its attributes: padding, several shards, and merged leading dimensions."""
     whole = torch.arange(48.0).view(4, 3, 4)

@@ -208,6 +208,11 @@ def _seen(planner: SavePlanner, items: Sequence[WriteItem], local: Sequence[Writ
     values: dict[str, Any] = {}
     for fqn, value in state.items():
         if isinstance(value, torch.Tensor):
+            if is_spread(value) and fqn in every and every[fqn].type is WriteItemType.TENSOR:
+                raise UsageError(
+                    f"{fqn!r} tells which part of a tensor it is, but the planner took it for all of one",
+                    hint="save with tierstore.dcp.save, or planner=tierstore.dcp.TierSavePlanner(); or with torch 2.14",
+                )
             if local is None or fqn in every or is_dtensor(value):  # one outside of this rank's mesh has no item here
                 values[fqn] = value
                 tensors.add(fqn)

@@ -6,9 +6,14 @@ proved by SHA-256. Objects are decoded by the typed codecs: nothing that came fr
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
-from typing import Any
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,8 +27,10 @@ from tierstore.dcp.place import moved, place_of
 from tierstore.errors import NotFoundError, StateMismatchError, UsageError
 from tierstore.format.objects import ObjectCodecs
 from tierstore.names import Reference
+from tierstore.state.agreement import Agreement
 from tierstore.state.bits import torch_dtype
 from tierstore.state.codecs import default_codecs
+from tierstore.state.exchange import Exchange
 from tierstore.state.load import load_fresh
 from tierstore.state.rank_trees import RankTrees
 from tierstore.state.reading import Fill, fill_all
@@ -33,6 +40,15 @@ from tierstore.tiers.replica import Replica, open_replica
 from tierstore.tiers.session import Session
 
 __all__ = ["TierStorageReader"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Together:
+    """What the coordinator tells a rank, in `LoadPlan.storage_data`: the load's own name, and the rank's place in the group."""
+
+    name: str
+    rank: int
+    world_size: int
 
 
 class TierStorageReader(StorageReader):
@@ -45,6 +61,8 @@ class TierStorageReader(StorageReader):
         codecs: Codecs for the caller's own types.
         allow_cast: Whether values of another dtype than the destination's are cast, as stock readers do without a word; else an error.
         rank: Whose objects to load (counters, random states); None: this process's rank in the group that loads.
+        exchange: ``auto``: what several ranks want is read from afar by one of them, which sends it to the others. ``off``: each reads for
+            itself.
 
     Raises:
         UsageError: A malformed URI.
@@ -59,10 +77,14 @@ class TierStorageReader(StorageReader):
         codecs: ObjectCodecs | None = None,
         allow_cast: bool = False,
         rank: int | None = None,
+        exchange: Literal["auto", "off"] = "auto",
     ) -> None:
+        if exchange not in ("auto", "off"):
+            raise UsageError(f"exchange is {exchange!r}", hint="say 'auto' or 'off'")
         self._place = None if source is None else place_of(source, run)
         self._codecs = codecs
         self.allow_cast = allow_cast
+        self.exchange = exchange
         self._rank = rank
         self._begin()
 
@@ -75,7 +97,7 @@ class TierStorageReader(StorageReader):
         self._pid = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in ("_place", "_codecs", "allow_cast", "_rank")}
+        return {name: self.__dict__[name] for name in ("_place", "_codecs", "allow_cast", "exchange", "_rank")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -118,7 +140,11 @@ class TierStorageReader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
+        """Tells every rank a name that this load has for itself, under which the ranks exchange what several of them want."""
+        if len(plans) == 1 or self.exchange == "off":
+            return plans
+        name = f"load/{secrets.token_hex(8)}"
+        return [replace(plan, storage_data=_Together(name=name, rank=n, world_size=len(plans))) for n, plan in enumerate(plans)]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fills the planner's tensors and gives it its objects. Errors are in the future; nothing is filled where dtypes differ."""
@@ -175,10 +201,41 @@ class TierStorageReader(StorageReader):
         replica, contents = self._open(), self._contents
         if contents is None:
             raise UsageError("read_data before read_metadata", hint="DCP calls them in order; call reader.read_metadata() first")
-        objects = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
-        tensors = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
-        replica.index.prepare(contents.tensors[item.storage_index.fqn] for item in tensors)
         filled: list[tuple[ReadItem, torch.Tensor]] = []
+        with self._filling(plan, replica) as fill:
+            fills = self._fills(plan, planner, replica, contents, filled)
+            fill(fills)
+        for item, target in filled:
+            planner.commit_tensor(item, target)
+        codecs = self._codecs or default_codecs()
+        for item in (item for item in plan.items if item.type is LoadItemType.BYTE_IO):
+            value = load_fresh(replica, self._run(), _known(contents.objects, item).node, codecs)
+            stream = io.BytesIO()
+            torch.save(value, stream)  # DCP's planners take an object as a pickle: this one is ours, of what the codecs decoded
+            stream.seek(0)
+            planner.load_bytes(item, stream)
+
+    @contextlib.contextmanager
+    def _filling(self, plan: LoadPlan, replica: Replica) -> Iterator[Callable[[Sequence[Fill]], None]]:
+        """What fills tensors: with the other ranks where they load together, who then hear of an error of this one; else alone."""
+        together = plan.storage_data
+        if not isinstance(together, _Together):
+            yield partial(fill_all, replica, self._run())
+            return
+        assert self._session is not None
+        config = self._session.config
+        deadline_s = config.save.agreement_timeout_s
+        agreement = Agreement.named(together.name, rank=together.rank, world_size=together.world_size, deadline_s=deadline_s)
+        what = f"the load of step {replica.info.step} of run {replica.info.run!r}"
+        with Exchange(agreement, what=what, budget_nbytes=config.io.max_scratch) as exchange:
+            yield partial(exchange.fill, replica, self._run())
+
+    def _fills(
+        self, plan: LoadPlan, planner: LoadPlanner, replica: Replica, contents: Contents, filled: list[tuple[ReadItem, torch.Tensor]]
+    ) -> list[Fill]:
+        """The tensors' wishes, checked; the planner's targets are put into `filled`."""
+        tensors = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
+        replica.index.prepare(_known(contents.tensors, item) for item in tensors)
         fills: list[Fill] = []
         for item in tensors:
             entry = replica.index.find(_known(contents.tensors, item))
@@ -188,16 +245,7 @@ class TierStorageReader(StorageReader):
             fills.append(Fill(entry=entry, box=box, target=target.detach()))
         if not self.allow_cast:
             _check_dtypes(filled, fills)
-        fill_all(replica, self._run(), fills)
-        for item, target in filled:
-            planner.commit_tensor(item, target)
-        codecs = self._codecs or default_codecs()
-        for item in objects:
-            value = load_fresh(replica, self._run(), _known(contents.objects, item).node, codecs)
-            stream = io.BytesIO()
-            torch.save(value, stream)  # DCP's planners take an object as a pickle: this one is ours, of what the codecs decoded
-            stream.seek(0)
-            planner.load_bytes(item, stream)
+        return fills
 
 
 def _known(table: Any, item: ReadItem) -> Any:

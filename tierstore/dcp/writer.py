@@ -226,8 +226,9 @@ class TierStorageWriter(StorageWriter, AsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copies the state into host memory that is this save's own; tensors that share memory still do. Safe to train on afterwards."""
-        shared = StagingOptions(use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False)
-        stager = DefaultStager(shared)  # one for each save: it would reuse its buffers
+        # Plain memory: what a container has of /dev/shm is often little. The process executor moves what it sends there itself.
+        plain = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False)
+        stager = DefaultStager(plain)  # one for each save: it would reuse its buffers
         staged: Any = stager.stage(state_dict)
         stager.close()
         return dict(staged)
@@ -368,11 +369,8 @@ def _telling(agreement: Agreement | None, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if agreement is None:
-            raise
-        told = error if isinstance(error, TierStoreError) else SaveError(f"{type(error).__name__}: {error}")
-        with contextlib.suppress(TierStoreError):
-            agreement.fail(what, told)
+        if agreement is not None:
+            agreement.tell(what, error)
         raise
 
 
