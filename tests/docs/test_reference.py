@@ -49,7 +49,17 @@ def test_a_signature_on_the_page_is_the_code_s(path: str) -> None:
 
 
 def test_every_public_method_is_on_the_page() -> None:
-    wanted = {"open", "load_config", "open_foreign", "LoadOptions", "RankValues", "keep_modulo", "keep_rank_0", "require_same"}
+    wanted = {
+        "open",
+        "load_config",
+        "open_foreign",
+        "ExportOptions",
+        "LoadOptions",
+        "RankValues",
+        "keep_modulo",
+        "keep_rank_0",
+        "require_same",
+    }
     for name in ("Store", "Ticket", "Checkpoint", "LazyTensor", "ObjectCodecs"):
         for method, value in vars(getattr(tierstore, name)).items():
             if inspect.isfunction(value) and not method.startswith("_"):
