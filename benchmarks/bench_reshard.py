@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tierstore
+from tierstore.format.digest import BLOCK_NBYTES
 from tierstore.testing.servers import embedded_server
 from tierstore.units import format_size
 
@@ -132,6 +133,8 @@ class Bench:
             if dist.get_rank():
                 return
         print(f"\n{layout}, from {self.where}: {format_size(needed)} needed of {format_size(TENSORS * side * side * 4)}")
+        if len(placements) == 1 and placements[0] == Shard(0):
+            print(f"  (promised: at most x{1.05 + 2 * TENSORS * BLOCK_NBYTES / needed:.3f}: 5 %, and one block at each end of each range)")
         base = statistics.median(seconds[OURS])
         for name in self.peers:
             if name in self.failed:

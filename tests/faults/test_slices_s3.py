@@ -24,7 +24,7 @@ SHAPES = {
     "block": (64, 262_144),  # of 1 MiB
     "long": (16, 1_048_576),  # of 4 MiB
     "odd": (23, 731_111),  # of 2.8 MiB, and no whole number of anything
-    "deep": (8, 16, 131_072),
+    "deep": (8, 16, 65_536),
 }
 SMALL = 60
 
@@ -44,7 +44,7 @@ def value(name: str) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def far(s3_server: S3Server) -> Iterator[Far]:
-    """A checkpoint of five tensors of about 64 MiB and many small ones, opened through a proxy that counts."""
+    """A checkpoint of five tensors of 32 to 64 MiB and many small ones, opened through a proxy that counts."""
     bucket = s3_server.make_bucket("tierstore-test-slices")
     tier = {"name": "object", "uri": f"s3://{bucket}/slices", "options": s3_server.options()}
     with tierstore.open({"run": "r", "tiers": [tier]}) as store:

@@ -25,10 +25,9 @@ MIN_GAP_NBYTES = 64 * _KIB
 MAX_GAP_NBYTES = 2 * _MIB
 """Two blocks: what verification may fetch needlessly at two ends anyway. So a slice never costs more than that, however far the tier."""
 
-FAR_LATENCY_S = 1e-3
-"""From here on requests are counted (`ReadCost.pitch_nbytes`): object stores bill them and throttle those who send too many."""
-
 _PITCH_NBYTES = 8 * _MIB
+"""Object stores bill requests and throttle those who send too many, so that there they are counted, however fast they are answered."""
+
 _SAMPLES = 64
 _MIN_SAMPLES = 16
 _MIN_NBYTES = 32 * _MIB
@@ -49,19 +48,19 @@ REMOTE = Speed(latency_s=10e-3, bandwidth=100 * _MIB)
 """An object store: a request costs what 1 MiB costs."""
 
 
-def cost_of(speed: Speed) -> ReadCost:
-    """What the planner needs to know, within bounds that keep a wrong number from doing harm."""
+def cost_of(speed: Speed, *, local: bool) -> ReadCost:
+    """What the planner needs to know, within bounds that keep a wrong number from doing harm. `local`: it is a file system."""
     gap = int(min(max(speed.latency_s * speed.bandwidth, MIN_GAP_NBYTES), MAX_GAP_NBYTES))
     waiting = round(speed.latency_s / 625e-6)  # requests that mostly wait take nothing from each other
     return ReadCost(
         gap_nbytes=gap,
         concurrency=min(max(waiting, 4), 16),
-        pitch_nbytes=_PITCH_NBYTES if speed.latency_s >= FAR_LATENCY_S else 0,
+        pitch_nbytes=0 if local else _PITCH_NBYTES,
     )
 
 
-LOCAL_COST = cost_of(LOCAL)
-REMOTE_COST = cost_of(REMOTE)
+LOCAL_COST = cost_of(LOCAL, local=True)
+REMOTE_COST = cost_of(REMOTE, local=False)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,7 +104,7 @@ class ReadSpeed:
         return self._measured or usual
 
     def cost(self, *, local: bool) -> ReadCost:
-        return cost_of(self.speed(local=local))
+        return cost_of(self.speed(local=local), local=local)
 
     def _measure(self, usual: Speed) -> Speed:
         """Time over length as a straight line, by the median of the slopes between reads of different lengths (Theil 1950, Sen 1968).

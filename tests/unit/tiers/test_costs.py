@@ -27,18 +27,20 @@ def reads_at(latency_s: float, bandwidth: float, sizes: list[int], *, count: int
 
 
 def test_a_gap_is_worth_what_passes_while_a_request_waits() -> None:
-    assert cost_of(Speed(latency_s=0.010, bandwidth=100 * MIB)).gap_nbytes == MIB
-    assert cost_of(Speed(latency_s=0.004, bandwidth=50 * MIB)).gap_nbytes == MIB // 5
+    assert cost_of(Speed(latency_s=0.010, bandwidth=100 * MIB), local=False).gap_nbytes == MIB
+    assert cost_of(Speed(latency_s=0.004, bandwidth=50 * MIB), local=True).gap_nbytes == MIB // 5
     assert (LOCAL_COST.gap_nbytes, LOCAL_COST.concurrency, LOCAL_COST.pitch_nbytes) == (268_435, 4, 0)
     assert (REMOTE_COST.gap_nbytes, REMOTE_COST.concurrency, REMOTE_COST.pitch_nbytes) == (MIB, 16, 8 * MIB)
 
 
-@given(st.floats(1e-9, 60), st.floats(1, 1e12))
-def test_whatever_the_numbers_the_cost_stays_within_its_bounds(latency_s: float, bandwidth: float) -> None:
-    cost = cost_of(Speed(latency_s=latency_s, bandwidth=bandwidth))
+@given(st.floats(1e-9, 60), st.floats(1, 1e12), st.booleans())
+def test_whatever_the_numbers_the_cost_stays_within_its_bounds(latency_s: float, bandwidth: float, local: bool) -> None:
+    cost = cost_of(Speed(latency_s=latency_s, bandwidth=bandwidth), local=local)
     assert MIN_GAP_NBYTES <= cost.gap_nbytes <= MAX_GAP_NBYTES
     assert 4 <= cost.concurrency <= 16
-    assert cost.pitch_nbytes in (0, cost.span_nbytes // 2)
+    assert cost.pitch_nbytes == (
+        0 if local else cost.span_nbytes // 2
+    )  # a bucket's requests are counted however fast it is, a disk's never
 
 
 def test_before_there_are_enough_reads_a_load_is_planned_as_ever() -> None:
