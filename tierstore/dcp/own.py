@@ -264,7 +264,9 @@ def _is_sharded(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not is_spread(value) and value.layout is torch.strided and not value.is_meta
+    """Whether it is an ordinary dense tensor of this rank alone."""
+    ordinary = type(value) in (torch.Tensor, torch.nn.Parameter) and not is_spread(value)
+    return ordinary and value.layout is torch.strided and not (value.is_meta or value.is_quantized or value.is_nested)
 
 
 def _ties(tensors: Mapping[str, Any]) -> dict[str, str]:

@@ -30,11 +30,11 @@ class WriterStore:
     """A store, and the failures of saves that their callers were told of already: the store's next call is not to tell them again."""
 
     store: Store
-    _told: set[tuple[str, int]] = field(default_factory=set)
+    _told: set[str] = field(default_factory=set)
 
     def told(self, attempt: Attempt) -> None:
         """Whoever saved `attempt` gets its failure from the call itself."""
-        self._told.add((attempt.run, attempt.step))
+        self._told.add(attempt.save_id)
 
     def submit(self, attempt: Attempt, staged: StagedState, *, metrics: dict[str, float], tags: tuple[str, ...], final: bool) -> Ticket:
         """`Store.submit`, after failures that were told already are put aside."""
@@ -57,7 +57,7 @@ class WriterStore:
                 raise
 
     def _knows(self, error: SaveError) -> bool:
-        return (error.context.get("run"), error.context.get("step")) in self._told
+        return error.context.get("save_id") in self._told
 
 
 _OPEN: dict[Key, WriterStore] = {}

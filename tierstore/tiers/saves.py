@@ -241,6 +241,7 @@ def save_error(save: Save, where: str, reason: TierStoreError) -> SaveError:
         hint=reason.hint,
         run=attempt.run,
         step=attempt.step,
+        save_id=attempt.save_id,
     )
     error.__cause__ = reason
     return error
