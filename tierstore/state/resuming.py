@@ -163,7 +163,8 @@ def _view(catalog: Catalog, adopted: ReconcileReport | None, shared: Collection[
             a.attempt.save_id: {
                 "step": a.attempt.step,
                 "world_size": a.world_size,
-                "seen": sorted({rank for held in (*a.parts.values(), *a.receipts.values()) for rank in held}),
+                # A part on a node's tier counts with its receipt only: without it the rank had not come so far.
+                "seen": sorted({rank for held in (a.parts.get(catalog.authority, ()), *a.receipts.values()) for rank in held}),
                 "unreadable": catalog.unreadable_error(a).message if a.unreadable else "",
             }
             for a in catalog.incomplete
