@@ -38,7 +38,7 @@ DIGEST = digest_of(b"x")
 
 def a_manifest() -> Manifest:
     files = (
-        FileRecord(name="index.safetensors", nbytes=10, digest=DIGEST, kind="index"),
+        FileRecord(name="index.safetensors", nbytes=10, digest=DIGEST, kind="index", head_nbytes=8, head_digest=digest_of(b"head")),
         FileRecord(name="shard-00000-of-00001.safetensors", nbytes=1 << 40, digest=DIGEST, kind="shard"),
     )
     return Manifest(
@@ -244,6 +244,19 @@ def test_a_manifest_that_names_a_file_outside_its_folder_is_refused(bad: str) ->
     files = (dataclasses.replace(a_manifest().files[0], name=bad), a_manifest().files[1])
     with pytest.raises(FormatError, match="unsafe"):
         encode_manifest(dataclasses.replace(a_manifest(), files=files))
+
+
+@pytest.mark.parametrize(
+    "change", [{"head_nbytes": 0}, {"head_nbytes": 11}, {"head_nbytes": -1}, {"head_digest": "x"}, {"head_digest": None}]
+)
+def test_a_manifest_with_an_absurd_head_is_refused_and_one_without_is_read(change: dict[str, Any]) -> None:
+    body = json.loads(encode_manifest(a_manifest()))
+    file = body["files"][0]
+    body["files"][0] = {name: value for name, value in (file | change).items() if value is not None}
+    with pytest.raises(FormatError, match="head_"):
+        decode_manifest(json.dumps(body).encode())
+    body["files"][0] = {name: value for name, value in file.items() if not name.startswith("head_")}
+    assert decode_manifest(json.dumps(body).encode()).files[0].head_nbytes == 0
 
 
 def test_a_manifest_that_contradicts_itself_is_refused() -> None:
