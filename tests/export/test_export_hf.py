@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from export_kit import assert_tensors, hf_tensors, numbers, saved
+from export_kit import assert_tensors, hf_tensors, numbers, saved, stored
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tierstore.errors import NotFoundError, RefusedError, UnsupportedTypeError, UsageError
+from tierstore.errors import IntegrityError, NotFoundError, RefusedError, UnsupportedTypeError, UsageError
 from tierstore.state.export import Exported, ExportOptions
 
 MIB = 1 << 20
@@ -267,3 +268,29 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
         done = checkpoint.export(tmp_path / "hf", options(max_shard_size="1MiB"), progress=lambda a, b: told.append((a, b)))
     assert told == sorted(told)
     assert told[-1][0] == told[-1][1] == sum(f.nbytes for f in done.files[:-1])
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
+    with stored(tmp_path, {f"w{i}": torch.rand(512, 512) for i in range(4)}) as store:
+        (shard,) = (tmp_path / "tier").rglob("shard-*.safetensors")
+        with shard.open("r+b") as file:
+            file.seek(-100, os.SEEK_END)
+            old = file.read(1)
+            file.seek(-100, os.SEEK_END)
+            file.write(bytes([old[0] ^ 1]))
+        with pytest.raises(IntegrityError, match="no tier has a good copy"):
+            store.export(1, tmp_path / "hf", options(max_shard_size="1MiB"))
+    assert list((tmp_path / "hf").iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
+def test_stock_dcp_s_hugging_face_reader_reads_it_too(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    state = {"a": torch.rand(700, 512), "b": numbers(3, 4, dtype=torch.int64), "c": torch.rand(600, 512)}
+    with saved(tmp_path, state) as checkpoint:
+        checkpoint.export(tmp_path / "hf", options(max_shard_size="1MiB"))
+    into = {name: torch.zeros_like(value) for name, value in state.items()}
+    dcp.load(into, storage_reader=HuggingFaceStorageReader(str(tmp_path / "hf")))
+    assert_tensors(into, state)
