@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,12 +22,17 @@ def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.chdir(tmp_path)
     yield f"tier://{config_file(tmp_path)}/team/run"
     tierstore.dcp.disable_auto_detection()
+    tierstore.dcp.close()
 
 
 def test_our_functions_know_tier_ids_and_leave_others_to_torch(uri: str, tmp_path: Path) -> None:
     tierstore.dcp.save({"a": torch.ones(3), "n": {1: {"x": 4}}}, checkpoint_id=f"{uri}/step-3", no_dist=True)
     future = tierstore.dcp.async_save({"a": torch.full((3,), 2.0)}, checkpoint_id=f"{uri}/step-4", no_dist=True)
     future.result()  # type: ignore[union-attr]
+    opened = [thread for thread in threading.enumerate() if thread.name.startswith("tierstore")]
+    tierstore.dcp.close()
+    assert not [thread for thread in opened if thread.is_alive()]
+    assert opened
     into = {"a": torch.zeros(3), "n": {1: {"x": 0}}}
     tierstore.dcp.load(into, checkpoint_id=f"{uri}/step-3", no_dist=True)
     assert (into["a"].tolist(), into["n"]) == ([1, 1, 1], {1: {"x": 4}})  # type: ignore[union-attr]

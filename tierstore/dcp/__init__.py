@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tierstore.dcp.entry import async_save, disable_auto_detection, enable_auto_detection, load, save
+from tierstore.dcp.entry import async_save, close, disable_auto_detection, enable_auto_detection, load, save
 from tierstore.dcp.planners import TierLoadPlanner, TierSavePlanner
 from tierstore.dcp.reader import TierStorageReader
 from tierstore.dcp.writer import TierStorageWriter
@@ -13,6 +13,7 @@ __all__ = [
     "TierStorageReader",
     "TierStorageWriter",
     "async_save",
+    "close",
     "disable_auto_detection",
     "enable_auto_detection",
     "load",

@@ -21,10 +21,11 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from tierstore.dcp.planners import TierLoadPlanner, TierSavePlanner
 from tierstore.dcp.reader import TierStorageReader
+from tierstore.dcp.stores import close_stores
 from tierstore.dcp.writer import TierStorageWriter
 from tierstore.tier_uri import is_tier_uri
 
-__all__ = ["async_save", "disable_auto_detection", "enable_auto_detection", "load", "save"]
+__all__ = ["async_save", "close", "disable_auto_detection", "enable_auto_detection", "load", "save"]
 
 CheckpointId = str | os.PathLike[str] | None
 _HOLDERS: tuple[Any, ...] = (saver, loader)
@@ -85,6 +86,17 @@ def load(
         if isinstance(storage_reader, TierStorageReader) and options.get("planner") is None:
             options["planner"] = TierLoadPlanner()
         loader.load(state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, **options)
+
+
+def close() -> None:
+    """Drains and closes every store that this process's writers opened, those of `save` and `async_save` too; the next save opens anew.
+
+    Without it they stay open for further saves, and drain when the interpreter ends.
+
+    Raises:
+        SaveError: A background save or promotion failed and was not reported before.
+    """
+    close_stores()
 
 
 def enable_auto_detection() -> None:

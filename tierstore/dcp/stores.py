@@ -74,10 +74,10 @@ def shared_store(config: StoreConfig, *, rank: int, world_size: int) -> tuple[Ke
         return key, known
 
 
-def close_stores(keys: set[Key]) -> None:
-    """Closes the stores of `keys` that are still open; raises an error after all were closed."""
+def close_stores(keys: set[Key] | None = None) -> None:
+    """Drains and closes the stores of `keys` (None: all) that are still open; raises an error after all were closed."""
     with _LOCK:
-        found = [_OPEN.pop(key) for key in sorted(keys) if key in _OPEN]
+        found = [_OPEN.pop(key) for key in sorted(_OPEN if keys is None else keys) if key in _OPEN]
     with contextlib.ExitStack() as closing:  # each is closed, whatever the others raise
         for each in found:
-            closing.callback(each.close)
+            closing.callback(each.close)  # a store that belongs to the parent of a fork does nothing
