@@ -12,24 +12,24 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from tierstore.dcp.differing import differing
+from tierstore.dcp.orders import Orders, check_same, check_written, whole_plan, with_orders
 from tierstore.dcp.own import own_state
 from tierstore.dcp.place import Place, moved, place_of
 from tierstore.dcp.stores import Key, WriterStore, close_stores, shared_store
-from tierstore.errors import DeadlineError, IncompleteError, SaveError, TierStoreError, UsageError
+from tierstore.errors import DeadlineError, SaveError, TierStoreError, UsageError
 from tierstore.format.objects import ObjectCodecs
-from tierstore.names import Attempt, shard_name
+from tierstore.names import shard_name
 from tierstore.state.agreement import Agreement
 from tierstore.state.codecs import default_codecs
 from tierstore.store import Store
@@ -41,25 +41,6 @@ __all__ = ["TierStorageWriter"]
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
-_KEPT = "tierstore:"
-"""Before a planner's key in torch's cache of final plans: where the last whole plan of that planner lies."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Orders:
-    """What the coordinator tells a rank, in `SavePlan.storage_data`.
-
-    Attributes:
-        attempt: The attempt that all ranks save.
-        rank: The rank's place among those that save together.
-        world_size: How many these are.
-        reuse: The plan has not changed since this planner's last save: the rank takes the items that it had then.
-    """
-
-    attempt: Attempt
-    rank: int
-    world_size: int
-    reuse: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,7 +49,7 @@ class _Save:
 
     place: Place
     local: Sequence[WriteItem] | None = None
-    orders: _Orders | None = None
+    orders: Orders | None = None
     ticket: Ticket | None = field(default=None, repr=False)
 
 
@@ -171,17 +152,7 @@ class TierStorageWriter(StorageWriter, AsyncStager):
         save = self._saving()
         store = self._store(save.place, 0, len(plans)).store
         attempt = store.new_attempt(save.place.step)
-        # A plan that torch's cache stands for would come back to its rank as it was last time, save id and all: it is sent as a usable
-        # one without items, and the rank puts its items back.
-        return [
-            replace(
-                plan,
-                items=plan.items if plan.usable else [],
-                usable=True,
-                storage_data=_Orders(attempt=attempt, rank=rank, world_size=len(plans), reuse=not plan.usable),
-            )
-            for rank, plan in enumerate(plans)
-        ]
+        return with_orders(plans, attempt)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Stages this rank's share and hands it on; done when it is on a tier. Errors are in the future, those of other ranks too."""
@@ -207,7 +178,7 @@ class TierStorageWriter(StorageWriter, AsyncStager):
             raise UsageError("finish without write_data on this rank", hint="DCP calls it on the coordinator, in the thread of the save")
         store = self._store(save.place, save.orders.rank, save.orders.world_size)
         with self._giving_up(store, save.orders, late=False):  # what is only late still commits
-            _check_written(metadata, results)
+            check_written(metadata, results)
             save.ticket.wait("committed", store.store.config.save.commit_timeout_s)
 
     @classmethod
@@ -270,7 +241,7 @@ class TierStorageWriter(StorageWriter, AsyncStager):
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         save = self._saving()
         orders = plan.storage_data
-        if not isinstance(orders, _Orders):
+        if not isinstance(orders, Orders):
             raise UsageError(
                 f"the plan carries no save id but {type(orders).__name__}",
                 hint="all ranks save with a TierStorageWriter, and planners keep SavePlan.storage_data",
@@ -279,9 +250,9 @@ class TierStorageWriter(StorageWriter, AsyncStager):
         what = f"the save of step {orders.attempt.step} of run {orders.attempt.run!r}"
         agreement = _agreement(orders, save.place.config.save.agreement_timeout_s)
         with _telling(agreement, what):
-            _check_same(save.place, orders)
+            check_same(save.place, orders)
             store = self._store(save.place, orders.rank, orders.world_size)
-            plan = _whole_plan(plan, planner, orders)
+            plan = whole_plan(plan, planner, orders)
         with self._giving_up(store, orders, late=True):
             save.ticket = self._stage_and_submit(store, plan, planner, save, orders, agreement, what)
         file = shard_name(orders.rank, orders.world_size)
@@ -294,7 +265,7 @@ class TierStorageWriter(StorageWriter, AsyncStager):
         plan: SavePlan,
         planner: SavePlanner,
         save: _Save,
-        orders: _Orders,
+        orders: Orders,
         agreement: Agreement | None,
         what: str,
     ) -> Ticket:
@@ -313,7 +284,7 @@ class TierStorageWriter(StorageWriter, AsyncStager):
         return ticket
 
     @contextlib.contextmanager
-    def _giving_up(self, store: WriterStore, orders: _Orders, *, late: bool) -> Iterator[None]:
+    def _giving_up(self, store: WriterStore, orders: Orders, *, late: bool) -> Iterator[None]:
         """On an error the attempt is lost: the coordinator condemns it, so that no worker waits for it; who called is told by the error.
 
         `late`: a deadline that passed is such an error too.
@@ -331,36 +302,10 @@ class TierStorageWriter(StorageWriter, AsyncStager):
             raise
 
 
-def _agreement(orders: _Orders, deadline_s: float) -> Agreement | None:
+def _agreement(orders: Orders, deadline_s: float) -> Agreement | None:
     if orders.world_size == 1:
         return None
     return Agreement.named(orders.attempt.save_id, rank=orders.rank, world_size=orders.world_size, deadline_s=deadline_s)
-
-
-def _check_same(place: Place, orders: _Orders) -> None:
-    mine, told = (place.run, place.step), (orders.attempt.run, orders.attempt.step)
-    if mine != told:
-        raise UsageError(
-            f"this rank saves {mine[0]}@{mine[1]}, the coordinator {told[0]}@{told[1]}", hint="pass the same checkpoint_id on all ranks"
-        )
-
-
-def _whole_plan(plan: SavePlan, planner: SavePlanner, orders: _Orders) -> SavePlan:
-    """The plan with its items. Whole ones are kept beside torch's own copy in its cache, which ours, without items, would replace."""
-    cache: dict[str, SavePlan] = SavePlanner._cached_final_save_plan
-    key = getattr(planner, "_cached_plans_key", type(planner).__name__)
-    if orders.reuse:
-        kept = cache.get(_KEPT + key)
-        if kept is None:
-            raise UsageError(
-                "the planner's cache says that the plan has not changed, but this process never wrote it with a TierStorageWriter",
-                hint="don't change the writer's class while a planner caches plans: use another planner class for each",
-            )
-        cache[key] = kept
-        return replace(kept, storage_data=orders)
-    if isinstance(planner, DefaultSavePlanner) and planner._enable_plan_caching:
-        cache[_KEPT + key] = plan
-    return plan
 
 
 @contextlib.contextmanager
@@ -402,21 +347,3 @@ def _wait_staged(ticket: Ticket, *, patience_s: float, timeout_s: float) -> None
                 run=ticket.attempt.run,
                 step=ticket.attempt.step,
             ) from reason
-
-
-def _check_written(metadata: Metadata, results: list[list[WriteResult]]) -> None:
-    """What was planned was written: a rank's lost item must not become a checkpoint without it."""
-    written = {result.index for of_rank in results for result in of_rank}
-    planned: list[MetadataIndex] = []
-    for fqn, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            planned += [MetadataIndex(fqn, chunk.offsets) for chunk in entry.chunks]
-        else:
-            planned.append(MetadataIndex(fqn))
-    missing = [index for index in planned if index not in written]
-    if missing:
-        shown = ", ".join(f"{index.fqn}{list(index.offset) if index.offset else ''}" for index in missing[:8])
-        raise IncompleteError(
-            f"{len(missing):,} of {len(planned):,} planned items were written by no rank: {shown}",
-            hint="the planner and its cache disagree: save again with a new planner",
-        )

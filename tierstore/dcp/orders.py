@@ -1,0 +1,98 @@
+"""What the coordinator tells the ranks of a save, in their plans; and the checks that they all do the same one.
+
+Torch's planners can cache plans: one that has not changed is then not sent, and would come back to its rank as it was last time, save id
+and all. So it is sent as a usable plan without items, and the rank puts the items back that it had.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+
+from tierstore.dcp.place import Place
+from tierstore.errors import IncompleteError, UsageError
+from tierstore.names import Attempt
+
+__all__ = ["Orders", "check_same", "check_written", "whole_plan", "with_orders"]
+
+_KEPT = "tierstore:"
+"""Before a planner's key in torch's cache of final plans: where the last whole plan of that planner lies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """What the coordinator tells a rank, in `SavePlan.storage_data`.
+
+    Attributes:
+        attempt: The attempt that all ranks save.
+        rank: The rank's place among those that save together.
+        world_size: How many these are.
+        reuse: The plan has not changed since this planner's last save: the rank takes the items that it had then.
+    """
+
+    attempt: Attempt
+    rank: int
+    world_size: int
+    reuse: bool = False
+
+
+def with_orders(plans: list[SavePlan], attempt: Attempt) -> list[SavePlan]:
+    """The plans as they are sent: each with its rank's orders, and usable also where torch's cache stands for it."""
+    return [
+        replace(
+            plan,
+            items=plan.items if plan.usable else [],
+            usable=True,
+            storage_data=Orders(attempt=attempt, rank=rank, world_size=len(plans), reuse=not plan.usable),
+        )
+        for rank, plan in enumerate(plans)
+    ]
+
+
+def whole_plan(plan: SavePlan, planner: SavePlanner, orders: Orders) -> SavePlan:
+    """The plan with its items. Whole ones are kept beside torch's own copy in its cache, which ours, without items, would replace."""
+    cache: dict[str, SavePlan] = SavePlanner._cached_final_save_plan
+    key = getattr(planner, "_cached_plans_key", type(planner).__name__)
+    if orders.reuse:
+        kept = cache.get(_KEPT + key)
+        if kept is None:
+            raise UsageError(
+                "the planner's cache says that the plan has not changed, but this process never wrote it with a TierStorageWriter",
+                hint="don't change the writer's class while a planner caches plans: use another planner class for each",
+            )
+        cache[key] = kept
+        return replace(kept, storage_data=orders)
+    if isinstance(planner, DefaultSavePlanner) and planner._enable_plan_caching:
+        cache[_KEPT + key] = plan
+    return plan
+
+
+def check_same(place: Place, orders: Orders) -> None:
+    """Raises UsageError where this rank means another run or step than the coordinator."""
+    mine, told = (place.run, place.step), (orders.attempt.run, orders.attempt.step)
+    if mine != told:
+        raise UsageError(
+            f"this rank saves {mine[0]}@{mine[1]}, the coordinator {told[0]}@{told[1]}", hint="pass the same checkpoint_id on all ranks"
+        )
+
+
+def check_written(metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    """What was planned was written: a rank's lost item must not become a checkpoint without it."""
+    written = {result.index for of_rank in results for result in of_rank}
+    planned: list[MetadataIndex] = []
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            planned += [MetadataIndex(fqn, chunk.offsets) for chunk in entry.chunks]
+        else:
+            planned.append(MetadataIndex(fqn))
+    missing = [index for index in planned if index not in written]
+    if missing:
+        shown = ", ".join(f"{index.fqn}{list(index.offset) if index.offset else ''}" for index in missing[:8])
+        raise IncompleteError(
+            f"{len(missing):,} of {len(planned):,} planned items were written by no rank: {shown}",
+            hint="the planner and its cache disagree: save again with a new planner",
+        )
