@@ -90,6 +90,23 @@ def test_each_block_is_read_by_one_rank_only_and_all_have_the_truth(tmp_path: Pa
     assert set(read.values()) == {1}
 
 
+def loads_in_pairs(rank: int, world_size: int, folder: Path, times: int) -> Any:
+    """Ranks 0 and 2 want one file, ranks 1 and 3 the other."""
+    tensors = truth()
+    names = [name for name, value in tensors.items() if value.dim() and value.shape[0] > 1]
+    for _ in range(times):
+        reader = MemoryReader(tensors, savers=2)
+        fills = [wish(reader, name, part(reader.index.shape(name), 0, rank % 2, 2)) for name in names]
+        load(rank, reader, fills)
+        check(fills, tensors)
+    return sum(reader.blocks.values()), sum(-(-len(data) // 4096) for data in reader.files.values())
+
+
+def test_pairs_of_replicas_exchange_at_the_same_time(tmp_path: Path) -> None:
+    found = run_ranks(4, loads_in_pairs, tmp_path, times=5)
+    assert sum(read for read, _ in found) == found[0][1]
+
+
 def loads_at_random(rank: int, world_size: int, folder: Path, seeds: int) -> Any:
     tensors = truth()
     names = [shard_name(n, 3) for n in range(3)]

@@ -110,9 +110,9 @@ class Agreement:
             else:
                 self._put(f"{asked}/{self.rank}", b"-" + text.encode())
 
-    def place(self) -> Any:
-        """A part of the rendezvous store that the ranks share until the next question: for a group that some of them make."""
-        return distributed_c10d.PrefixStore(f"{self._asked}/place", self._store)
+    def place(self, name: str) -> Any:
+        """A part of the rendezvous store for those ranks that say the same `name` until the next question: for a group that they make."""
+        return distributed_c10d.PrefixStore(f"{self._asked}/place/{name}", self._store)
 
     # ---- inside
 

@@ -142,7 +142,7 @@ class Exchange:
             aside = pool.submit(read_wants, reader, run, alone)
             sweep = _Sweep(reader, run, plan, wants, self._agreement.rank, pool)
             if plan.members:
-                store = self._agreement.place()
+                store = self._agreement.place(str(plan.members[0]))  # others may have lines of their own at the same time
                 try:
                     with Lines(store, rank=self._agreement.rank, members=plan.members, timeout_s=timeout_s) as lines:
                         sweep.run(lines)
