@@ -494,8 +494,8 @@ class Store:
         self._check_usable()
         what = f"resuming run {self.run!r}"
         first = first_of_node(ranks, what, str(lock_path(self._session.tiers, self.run) or ""))
-        adopted, _ = together(ranks, f"{what}: committing what lies on the nodes", lambda: self._worker.adopt() if first else None)
-        catalog, _ = together(ranks, f"{what}: looking at the tiers", self._catalog)
+        adopted = together(ranks, f"{what}: committing what lies on the nodes", lambda: self._worker.adopt() if first else None).result
+        catalog = together(ranks, f"{what}: looking at the tiers", self._catalog).result
         locked = first and adopted is None
         found = candidates(ranks, what, catalog, adopted=adopted, locked=locked, shared=self._shared_tiers())
         skipped: list[int] = []
@@ -693,7 +693,7 @@ class Store:
             return info, self._replica(info)
 
         ranks = self.agreement
-        (info, replica), _ = together(ranks, f"{what}: opening it", opened)
+        info, replica = together(ranks, f"{what}: opening it", opened).result
         state = load_state(
             replica,
             self._session.run,

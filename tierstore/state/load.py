@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -24,7 +25,7 @@ from tierstore.state.paths import Place, name_of
 from tierstore.state.rank_trees import RankTrees
 from tierstore.state.rank_values import LazyValues, RankValues
 from tierstore.state.reading import Fill, Reader, Run, fill_all, same_values
-from tierstore.state.together import asked_by_none, together
+from tierstore.state.together import asked_by_none, time_to_read, together
 from tierstore.state.unflatten import MODULE_STATE, stored_tensors, unflatten
 
 __all__ = ["LoadOptions", "load_fresh", "load_state", "read_tree"]
@@ -80,15 +81,18 @@ def load_state(
     if ranks is not None and ranks.world_size > 1 and load.options.exchange == "auto" and isinstance(replica, SharedReader):
         load.filling = functools.partial(_exchanged, ranks, f"{what}: exchanging", exchange_nbytes, replica, run)
     if into is None and names is not None:
-        return together(ranks, what, load.named)[0]
-    _, left = together(ranks, f"{what}: comparing what is wanted with what is stored", lambda: load.compare(ranks is None), flag=bool)
-    if left and ranks is not None:
+        with time_to_read(ranks, replica.index.nbytes):
+            return together(ranks, what, load.named).result
+    comparing = f"{what}: comparing what is wanted with what is stored"
+    heard = together(ranks, comparing, lambda: load.compare(ranks is None), flag=lambda found: found[0], most=lambda found: found[1])
+    if heard.flag and ranks is not None:
         question = f"{what}: asking who wants what"
-        stored, unasked = together(ranks, question, load.unasked)[0]
+        stored, unasked = together(ranks, question, load.unasked).result
         unexpected = asked_by_none(ranks, question, stored, lambda: unasked)
         if unexpected:
             raise unexpected_error(unexpected)
-    return together(ranks, f"{what}: reading", load.finish)[0]
+    with time_to_read(ranks, heard.most):
+        return together(ranks, f"{what}: reading", load.finish).result
 
 
 def read_tree(replica: Reader, run: Run, rank: int, world_size: int | None = None) -> Any:
@@ -135,13 +139,13 @@ class _Load:
                 )
             return _fresh_tensors(self.replica.index, fill, wanted)
 
-    def compare(self, alone: bool) -> bool:
-        """Plans; raises where the two differ. Returns whether something stored is not asked for by this rank."""
+    def compare(self, alone: bool) -> tuple[bool, int]:
+        """Plans; raises where the two differ. Returns whether this rank leaves something out that is stored, and the bytes it will read."""
         self.trees = RankTrees(self.replica, self.run, rank=self.rank, world_size=self.world_size)
         tree, differing = self.trees.tree()
         if self.into is None:
             self.plan = Match(fresh=[tree], differing=set(differing), finish=lambda build: build(tree, ()))
-            return False
+            return False, self.replica.index.nbytes
         self.plan = self._match(tree, differing)
         if self.plan.lacking and not (self.trees.changed or self.trees.alike):
             self.plan = self._match(self.trees.united()[0])  # another rank's tree may have it: it moved here
@@ -156,7 +160,13 @@ class _Load:
                     "nothing was changed",
                     hint="untie the weights before loading, or load them by names=",
                 )
-        return not alone and bool(self.plan.unasked())
+        return not alone and bool(self.plan.unasked()), 0 if alone else self._nbytes()
+
+    def _nbytes(self) -> int:
+        fresh = {t.base for node in self.plan.fresh for t in stored_tensors(node)}
+        whole_ones = [(entry.dtype, entry.shape) for entry in (_find(self.replica.index, name) for name in sorted(fresh))]
+        parts = [(fill.entry.dtype, tuple(fill.target.shape)) for fill in self.plan.fills]
+        return sum(math.prod(shape) * torch_dtype(dtype).itemsize for dtype, shape in (*whole_ones, *parts))
 
     def unasked(self) -> tuple[list[str], set[str]]:
         """The names of all places of all saved ranks, the same list on every rank, and those that this rank leaves out."""

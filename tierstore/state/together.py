@@ -5,35 +5,52 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from tierstore.errors import IntegrityError, RankError, StateMismatchError, TierStoreError
 from tierstore.state.agreement import Agreement
 
-__all__ = ["asked_by_none", "together"]
+__all__ = ["Heard", "asked_by_none", "time_to_read", "together"]
 
 T = TypeVar("T")
 
 _TOLD = 16
 """Of so many failed ranks the numbers are told."""
 
+_SLOWEST = 16 << 20
+"""Bytes per second that a rank reads at least, else it counts as hanging."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard(Generic[T]):
+    """What came of something that all ranks did: this rank's result, whether any rank's was flagged, and the largest number told."""
+
+    result: T
+    flag: bool
+    most: int
+
 
 def together(
-    ranks: Agreement | None, what: str, work: Callable[[], T], *, flag: Callable[[T], bool] = lambda result: False
-) -> tuple[T, bool]:
+    ranks: Agreement | None,
+    what: str,
+    work: Callable[[], T],
+    *,
+    flag: Callable[[T], bool] = lambda result: False,
+    most: Callable[[T], int] = lambda result: 0,
+) -> Heard[T]:
     """Does `work` on every rank; returns when all have done theirs, and raises on all where one has failed.
 
     Args:
         ranks: Who takes part; None: this process alone.
         what: What it is about, for messages.
-        work: It must ask the ranks nothing itself.
+        work: What this rank does.
         flag: Says something of this rank's result that all are to hear.
-
-    Returns:
-        This rank's result, and whether any rank's was flagged.
+        most: A number of which all are to hear the largest.
 
     Raises:
         IntegrityError: Stored bytes are damaged, here or on other ranks, and nothing else is wrong: the same kind of error on all ranks.
@@ -42,18 +59,19 @@ def together(
     """
     if ranks is None:
         alone = work()
-        return alone, flag(alone)
+        return Heard(result=alone, flag=flag(alone), most=most(alone))
     error: Exception | None = None
     try:
         result = work()
-        told: dict[str, object] = {"flag": flag(result)}
+        told: dict[str, object] = {"flag": flag(result), "most": most(result)}
     except Exception as caught:  # noqa: BLE001 - a boundary: told to the others, then raised
         error = caught
         text = caught.message if isinstance(caught, TierStoreError) else str(caught)
-        told = {"error": f"{type(caught).__name__}: {text}"[:4000], "damage": isinstance(caught, IntegrityError)}
+        kinds = {"damage": isinstance(caught, IntegrityError), "heard": isinstance(caught, RankError)}
+        told = {"error": f"{type(caught).__name__}: {text}"[:4000], **kinds}
     verdict = json.loads(ranks.agree(what, json.dumps(told).encode(), _combine))
     failed = verdict["failed"]
-    if error is not None and (verdict["damage"] or not isinstance(error, IntegrityError)):
+    if error is not None and (verdict["damage"] == isinstance(error, IntegrityError)):
         raise error
     if failed:
         some = ", ".join(map(str, failed)) + (f" and {verdict['count'] - len(failed)} more" if verdict["count"] > len(failed) else "")
@@ -61,13 +79,14 @@ def together(
         if verdict["damage"]:
             raise IntegrityError(message, hint="load an older step, or `resume(fallback=True)`", ranks=failed) from error
         raise RankError(message, hint="mend that rank; every rank has stopped at the same place", ranks=failed) from error
-    return result, verdict["flag"]
+    return Heard(result=result, flag=verdict["flag"], most=verdict["most"])
 
 
 def _combine(values: Sequence[bytes]) -> bytes:
     told = [json.loads(value) for value in values]
     failed = [rank for rank, one in enumerate(told) if "error" in one]
-    # What is not damage is told first: it is what no older checkpoint mends.
+    # A rank that only heard of another's failure is no reason; what is not damage is told first: no older checkpoint mends it.
+    failed = [rank for rank in failed if not told[rank]["heard"]] or failed
     first = next((told[rank] for rank in failed if not told[rank]["damage"]), told[failed[0]] if failed else {"error": ""})
     verdict = {
         "failed": failed[:_TOLD],
@@ -75,8 +94,22 @@ def _combine(values: Sequence[bytes]) -> bytes:
         "first": first["error"],
         "damage": bool(failed) and all(told[rank]["damage"] for rank in failed),
         "flag": any(one.get("flag", False) for one in told),
+        "most": max(one.get("most", 0) for one in told),
     }
     return json.dumps(verdict).encode()
+
+
+@contextmanager
+def time_to_read(ranks: Agreement | None, nbytes: int) -> Iterator[None]:
+    """While `nbytes`, of the rank that reads most, are read, ranks wait longer for each other."""
+    if ranks is None:
+        yield
+        return
+    before, ranks.deadline_s = ranks.deadline_s, ranks.deadline_s + nbytes / _SLOWEST
+    try:
+        yield
+    finally:
+        ranks.deadline_s = before
 
 
 def asked_by_none(ranks: Agreement, what: str, stored: Sequence[str], left: Callable[[], set[str]]) -> list[str]:
