@@ -87,11 +87,11 @@ def _combine(values: Sequence[bytes]) -> bytes:
     failed = [rank for rank, one in enumerate(told) if "error" in one]
     # A rank that only heard of another's failure is no reason; what is not damage is told first: no older checkpoint mends it.
     failed = [rank for rank in failed if not told[rank]["heard"]] or failed
-    first = next((told[rank] for rank in failed if not told[rank]["damage"]), told[failed[0]] if failed else {"error": ""})
+    first = next((rank for rank in failed if not told[rank]["damage"]), failed[0] if failed else 0)
     verdict = {
         "failed": failed[:_TOLD],
         "count": len(failed),
-        "first": first["error"],
+        "first": (f"rank {first}: " if len(failed) > 1 else "") + told[first].get("error", ""),
         "damage": bool(failed) and all(told[rank]["damage"] for rank in failed),
         "flag": any(one.get("flag", False) for one in told),
         "most": max(one.get("most", 0) for one in told),
