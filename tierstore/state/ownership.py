@@ -190,7 +190,7 @@ def merge(tables: Mapping[int, bytes], speakers: Sequence[int]) -> bytes:
                     held.groups[tuple(group)] = tuple(sets)
                     held.came.update(rank for rank in ranks if rank in inside)
     patterns: dict[str, int] = {}
-    items = []
+    items: list[list[Any]] = []
     only_outside: set[str] = set()
     for (names, form), held in found.items():
         if held.pieces:
