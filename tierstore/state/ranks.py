@@ -18,7 +18,8 @@ from tierstore.errors import UsageError
 from tierstore.state.agreement import Agreement, group_of
 from tierstore.state.fingerprint import fingerprints
 from tierstore.state.flatten import FlatState
-from tierstore.state.ownership import Agreed, Ownership, Unit, merge, signature_of, table_of, units_of
+from tierstore.state.ownership import Agreed, Ownership
+from tierstore.state.units import Unit, merge, signature_of, table_of, units_of
 
 __all__ = ["JointSave", "Ranks", "rank_and_size", "ranks_of"]
 

@@ -10,8 +10,9 @@ import torch
 from tierstore.errors import UsageError
 from tierstore.state.fingerprint import fingerprints, mixed
 from tierstore.state.flatten import Leaf
-from tierstore.state.ownership import Agreed, Ownership, Unit, merge, signature_of, table_of
+from tierstore.state.ownership import Agreed, Ownership
 from tierstore.state.sharded import Piece, Spread
+from tierstore.state.units import Unit, merge, signature_of, table_of
 
 EMPTY = torch.empty(0)
 
