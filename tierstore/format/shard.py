@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tierstore.errors import FormatError, UsageError
+from tierstore.format.digest import BLOCK_NBYTES
 from tierstore.format.document import FORMAT_VERSION, check_version, load_json, plain_json
 from tierstore.format.dtypes import DTYPES, SAFETENSORS_NAMES, dtype_named, stored_as
 from tierstore.format.header import (
@@ -39,6 +40,10 @@ __all__ = [
 
 DATA_ALIGNMENT = 4096
 """The data section begins at a multiple of this many bytes: a page, so that a mapped image can be copied into directly."""
+
+BLOCK_ALIGNED_FROM_NBYTES = 64 * BLOCK_NBYTES
+"""From this much data on, the data section begins with a block and the tensors that fill whole blocks lie first: their slices, which
+mostly begin and end with a block too, are then read and proved without a byte around them. The longer header costs 1.6 % at most."""
 
 SMALL_NBYTES = 64 << 10
 """Tensors up to this size lie together within their item size: one block serves many of them."""
@@ -112,8 +117,9 @@ def plan_shard(
 ) -> ShardPlan:
     """Plans a shard's layout; deterministic in its arguments up to the order of `specs`.
 
-    Tensors are sorted by item size, largest first, so that each begins at a multiple of its item size without gaps (which
-    safetensors forbids); within an item size the small ones come first and together; then by name and offsets.
+    Tensors that fill whole blocks come first; the others are sorted by item size, largest first, so that each begins at a multiple of
+    its item size without gaps (which safetensors forbids); within an item size the small ones come first and together; then by name
+    and offsets.
 
     Args:
         specs: The chunks.
@@ -135,7 +141,7 @@ def plan_shard(
     sizes = [spec.nbytes for spec in ordered]
     rows = [(key, *stored_as(DTYPES[spec.dtype], spec.shape), size) for key, spec, size in zip(keys, ordered, sizes, strict=True)]
     metadata = _metadata(keys, ordered, aliases, facts or {})
-    header = encode_header(rows, metadata, DATA_ALIGNMENT)
+    header = encode_header(rows, metadata, BLOCK_NBYTES if sum(sizes) >= BLOCK_ALIGNED_FROM_NBYTES else DATA_ALIGNMENT)
     placements = []
     at = len(header)
     for key, spec, size in zip(keys, ordered, sizes, strict=True):
@@ -155,9 +161,12 @@ def _check_chunks(specs: Sequence[ChunkSpec]) -> set[str]:
     return set(known)
 
 
-def _order(spec: ChunkSpec) -> tuple[int, bool, bytes, tuple[int, ...]]:
+def _order(spec: ChunkSpec) -> tuple[int, int, bool, bytes, tuple[int, ...]]:
     nbytes = spec.nbytes
-    return -DTYPES[spec.dtype].itemsize, nbytes > SMALL_NBYTES, spec.name.encode("utf-8", "surrogatepass"), spec.offsets
+    name = spec.name.encode("utf-8", "surrogatepass")
+    if nbytes and nbytes % BLOCK_NBYTES == 0:
+        return 0, 0, False, name, spec.offsets
+    return 1, -DTYPES[spec.dtype].itemsize, nbytes > SMALL_NBYTES, name, spec.offsets
 
 
 def _check_spec(spec: ChunkSpec) -> None:

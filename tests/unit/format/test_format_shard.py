@@ -128,6 +128,18 @@ def test_data_begins_on_a_page_and_every_tensor_at_a_multiple_of_its_item_size()
     assert {p.spec for p in plan.placements} == set(specs)
 
 
+def test_in_a_large_shard_the_tensors_that_fill_blocks_begin_with_one() -> None:
+    mib = 1 << 20
+    whole = [chunk("c", "bfloat16", (32, mib)), chunk("a", "float32", (mib,))]
+    odd = [chunk("b", "float64", (3,)), chunk("d", "int64", (mib + 1,)), chunk("empty", "float32", (0, 4))]
+    plan = plan_shard([*odd, *whole])
+    assert len(plan.header) % mib == 0
+    begins = {p.spec.name: p.begin for p in plan.placements}
+    assert begins["a"] % mib == begins["c"] % mib == 0
+    assert all(p.begin % DTYPES[p.spec.dtype].itemsize == 0 for p in plan.placements)
+    assert len(plan_shard([*odd, whole[1]]).header) < mib, "a small shard has a small header"
+
+
 def test_small_tensors_of_one_item_size_lie_together() -> None:
     specs = [chunk(f"layer.{i}.{kind}", "float32", (n,)) for i in range(20) for kind, n in (("weight", 1 << 16), ("bias", 64))]
     names = [p.spec.name for p in plan_shard(specs).placements]
