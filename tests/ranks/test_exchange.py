@@ -12,7 +12,7 @@ import torch
 from exchange_kit import MemoryReader, run, truth
 from ranks_kit import die, run_ranks
 
-from tierstore.errors import RankError, TierStoreError, UsageError
+from tierstore.errors import IncompleteError, IntegrityError, RankError, TierStoreError, UsageError
 from tierstore.names import shard_name
 from tierstore.state.agreement import Agreement
 from tierstore.state.boxes import Box, whole
@@ -200,8 +200,10 @@ def differs(rank: int, world_size: int, folder: Path, how: str) -> Any:
         with Exchange(agreement, what="the load of step 1") as exchange:
             if rank == 1 and how == "error":
                 raise UsageError("this rank wants the impossible", hint="this is a test")
+            if rank == 1 and how == "damage":
+                raise IncompleteError("rows of this rank's are stored nowhere", hint="this is a test")
             exchange.fill(reader, run, [wish(reader, name) for name in reader.index.names()])
-    except (RankError, UsageError) as error:
+    except (RankError, UsageError, IntegrityError) as error:
         return [type(error).__name__, error.message, agreement.share("and then", b"together again").decode()]
     return None
 
@@ -215,3 +217,10 @@ def test_a_rank_that_fails_before_the_exchange_says_so(tmp_path: Path) -> None:
     found = run_ranks(3, differs, tmp_path, how="error")
     assert [kind for kind, _, _ in found] == ["RankError", "UsageError", "RankError"]
     assert all("this rank wants the impossible" in message and after == "together again" for _, message, after in found)
+
+
+def test_damage_that_one_rank_meets_before_the_exchange_is_damage_to_all(tmp_path: Path) -> None:
+    """So that `resume(fallback=True)` goes on with an older step on every rank."""
+    found = run_ranks(3, differs, tmp_path, how="damage")
+    assert [kind for kind, _, _ in found] == ["IntegrityError", "IncompleteError", "IntegrityError"]
+    assert all("rows of this rank's are stored nowhere" in message and after == "together again" for _, message, after in found)

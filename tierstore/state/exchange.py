@@ -7,6 +7,7 @@ comes from a tier; what is not good is read again from the tiers, so that a rank
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -20,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from tierstore.errors import IntegrityError, NotFoundError, RankError, StorageError
+from tierstore.errors import IntegrityError, NotFoundError, RankError, StorageError, TierStoreError
 from tierstore.format.digest import DIGEST_NBYTES, bad_blocks, block_digests
 from tierstore.state.agreement import Agreement
 from tierstore.state.bits import memory_of
@@ -37,6 +38,9 @@ log = logging.getLogger(__name__)
 
 BUDGET_NBYTES = 256 << 20
 """Memory of one rank for bytes on their way, in bytes."""
+
+_FAILED = b"!"
+"""Before what a rank tells that failed."""
 
 _SLOWEST = 4 << 20
 """A rank that moves fewer bytes per second than this is taken for hung, at the end of a load, once the deadline is over as well."""
@@ -79,7 +83,10 @@ class Exchange:
         if self._met or not isinstance(error, Exception):
             return
         self._met = True
-        self._agreement.tell(self._what, error)
+        text = error.message if isinstance(error, TierStoreError) else str(error)
+        told = {"error": f"{type(error).__name__}: {text}"[:4000], "damage": isinstance(error, IntegrityError)}
+        with contextlib.suppress(TierStoreError):  # this rank's own error is the one to raise
+            self._agreement.agree(self._what, _FAILED + json.dumps(told).encode(), _pack)
 
     def fill(self, reader: SharedReader, run: Run, fills: Sequence[Fill]) -> None:
         """Reads every wish, as `reading.fill_all` does, together with the other ranks.
@@ -123,7 +130,7 @@ class Exchange:
         told = encode_needs(own)
         self._met = True
         packed = self._agreement.agree(self._what, told, _pack)
-        needs = _unpack(packed)
+        needs = self._needs_of(_unpack(packed))
         others = [rank for rank, n in enumerate(needs) if n.checkpoint != needs[0].checkpoint]
         if others:
             raise RankError(
@@ -132,6 +139,17 @@ class Exchange:
                 ranks=others,
             )
         return needs
+
+    def _needs_of(self, values: Sequence[bytes]) -> list[Needs]:
+        failed = {rank: json.loads(value[len(_FAILED) :]) for rank, value in enumerate(values) if value.startswith(_FAILED)}
+        if not failed:
+            decoded = {value: decode_needs(value) for value in set(values)}
+            return [decoded[value] for value in values]
+        ranks = sorted(failed)
+        message = f"{self._what}: rank {ranks[0]} of {len(values)} failed: {failed[ranks[0]]['error']}"
+        if all(told["damage"] for told in failed.values()):  # what is damaged for one rank an older checkpoint mends for all
+            raise IntegrityError(message, hint="load an older step, or `resume(fallback=True)`", ranks=ranks)
+        raise RankError(message, hint="mend that rank; every rank has stopped at the same place", ranks=ranks)
 
     def _carry_out(self, reader: SharedReader, run: Run, plan: Plan, wants: Sorted, timeout_s: float) -> None:
         alone = wants.share(_kept_units(plan, self._agreement.rank), reader.index.block_nbytes)
@@ -282,9 +300,9 @@ def _pack(values: Sequence[bytes]) -> bytes:
     return json.dumps(head).encode() + b"\n" + b"".join(unique)
 
 
-def _unpack(packed: bytes) -> list[Needs]:
+def _unpack(packed: bytes) -> list[bytes]:
     head, _, body = packed.partition(b"\n")
     told: dict[str, Any] = json.loads(head)
     ends = list(itertools.accumulate(told["sizes"]))
-    unique = [decode_needs(body[end - size : end]) for end, size in zip(ends, told["sizes"], strict=True)]
+    unique = [body[end - size : end] for end, size in zip(ends, told["sizes"], strict=True)]
     return [unique[number] for number in told["ranks"]]
