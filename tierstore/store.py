@@ -309,7 +309,9 @@ class Store:
         facts = self._facts(metrics, tags, final)
         self._worker.raise_errors()
         if self._catalog().find(step) is not None and if_exists == "refuse":
-            raise UsageError(f"step {step} of run {self.run!r} is committed already", hint="use another step, or if_exists='supersede' (--supersede)")
+            raise UsageError(
+                f"step {step} of run {self.run!r} is committed already", hint="use another step, or if_exists='supersede' (--supersede)"
+            )
         session = self._session
         foreign = session.run(look_at(source, options, format=format, shapes=shapes, skip_objects=skip_objects))
         attempt = self.new_attempt(step)
