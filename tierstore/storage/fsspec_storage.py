@@ -28,6 +28,7 @@ from tierstore.storage._sessions import abandon_connections
 from tierstore.storage._threads import DaemonPool
 from tierstore.storage.contract import Capabilities, FileInfo, Listing, Source
 from tierstore.storage.fsspec_errors import may_pass, translate_fsspec
+from tierstore.storage.tasks import to_the_end
 
 __all__ = ["FsspecStorage"]
 
@@ -238,7 +239,7 @@ class FsspecStorage:
                 "publishing", path, full, "mv_file" if self._native else "mv", temporary, full, timeout_s=self._long(nbytes)
             )
         except BaseException:
-            await _to_the_end(self._remove_temporary(temporary))
+            await to_the_end(self._remove_temporary(temporary))
             raise
         return FileInfo(path=path, nbytes=nbytes)
 
@@ -435,18 +436,6 @@ async def _bounded(future: asyncio.Future[_T], limit_s: float, *, cancel: bool) 
                 await asyncio.wait({future})
         if future.done() and not future.cancelled():
             future.exception()  # seen, so that asyncio does not report it a second time
-
-
-async def _to_the_end(cleanup: Awaitable[None]) -> None:
-    """Awaits `cleanup` even while being cancelled (again)."""
-    task = asyncio.ensure_future(cleanup)
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.cancelled():
-                return
-    task.result()
 
 
 async def _close_sessions(fs: Any) -> None:

@@ -24,6 +24,7 @@ from tierstore.storage._threads import DaemonPool
 from tierstore.storage._walk import delete_files, list_files, list_level, stat_file, sweep
 from tierstore.storage.contract import Capabilities, FileInfo, Listing, Source
 from tierstore.storage.sources import BytesSource
+from tierstore.storage.tasks import end_all
 
 __all__ = ["PosixStorage"]
 
@@ -374,7 +375,5 @@ async def _all(works: Sequence[Awaitable[None]], moved: asyncio.Event | None = N
             if moved is not None:
                 moved.clear()
     finally:
-        for task in pending:
-            task.cancel()
         with suppress(asyncio.CancelledError):
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_all(tasks)

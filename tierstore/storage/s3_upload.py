@@ -15,6 +15,7 @@ from tierstore import crashpoints
 from tierstore.errors import ConfigError, IntegrityError, NotFoundError, StorageError, TierStoreError
 from tierstore.storage.contract import Source
 from tierstore.storage.s3_client import S3Requests
+from tierstore.storage.tasks import end_all, to_the_end
 
 __all__ = ["MAX_PARTS", "MIB", "Checksums", "Uploaded", "composite", "part_nbytes_for", "put_object", "put_parts"]
 
@@ -122,7 +123,7 @@ async def put_parts(requests: S3Requests, key: str, source: Source, part_nbytes:
         etag = await upload.complete()
         crashpoints.reach("s3.after-complete")
     except BaseException:
-        await _to_the_end(upload.abort())
+        await to_the_end(upload.abort())
         raise
     return Uploaded(etag=etag, sha256=composite(upload.sha256))
 
@@ -254,33 +255,12 @@ async def _run(jobs: Iterator[Coroutine[Any, Any, None]], at_once: int) -> None:
         while running:
             running = await _next(running)
     finally:
-        for task in running:
-            task.cancel()
-        if running:
-            await asyncio.wait(running)
-            _failures(running)
+        await end_all(running)
 
 
 async def _next(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
     """Waits for one or more to end; returns those that still run, or raises the first failure."""
     done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-    for failure in _failures(done):
-        raise failure
+    for task in done:
+        task.result()
     return running - done
-
-
-def _failures(done: set[asyncio.Task[None]]) -> list[BaseException]:
-    """The failures of ended tasks; all are seen, so that asyncio does not report those that nobody raises."""
-    return [failure for failure in (asyncio.CancelledError() if task.cancelled() else task.exception() for task in done) if failure]
-
-
-async def _to_the_end(cleanup: Coroutine[Any, Any, None]) -> None:
-    """Awaits `cleanup` even while being cancelled (again): an orphan upload costs money and is invisible."""
-    task = asyncio.ensure_future(cleanup)
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.cancelled():
-                return
-    task.result()

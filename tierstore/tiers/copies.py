@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from tierstore.crashpoints import reach
 from tierstore.errors import IntegrityError, NotFoundError, RefusedError, StorageError
@@ -15,6 +14,7 @@ from tierstore.format.manifest import FileRecord, Manifest, decode_manifest
 from tierstore.format.record import Record
 from tierstore.names import MANIFEST
 from tierstore.storage.contract import FileInfo
+from tierstore.storage.tasks import all_or_none
 from tierstore.tiers.copying import CopyContext, OnDamage, Proof, copy_document, copy_file, read_document
 from tierstore.tiers.log import append
 from tierstore.tiers.space import check_space
@@ -74,7 +74,7 @@ async def copy_payload(context: CopyContext, view: AttemptView, target: Tier) ->
         sources = sources_of(context, view, target, file.name)
         return file.name, await copy_file(context, attempt, target, sources, file, manifest.block_nbytes, on_damage)
 
-    copied = dict(await _together([shard(file) for file in shards]))
+    copied = dict(await all_or_none([shard(file) for file in shards]))
     copied.update(await _copy_documents(context, view, target, manifest, kinds=("part", "objects", "index")))
     for file in manifest.files:
         if copied[file.name].nbytes != file.nbytes:
@@ -122,7 +122,7 @@ async def _copy_documents(
 
     copied: dict[str, FileInfo] = {}
     for kind in kinds:
-        copied.update(await _together([document(f) for f in manifest.files if f.kind == kind]))
+        copied.update(await all_or_none([document(f) for f in manifest.files if f.kind == kind]))
     return copied
 
 
@@ -221,14 +221,3 @@ def _quarantining(context: CopyContext, view: AttemptView) -> OnDamage:
 
 async def warn_only(tier: Tier, file: str, detail: str) -> None:
     """An `OnDamage` that records nothing: before the commit there is no log. `copying` has warned, and another tier is asked."""
-
-
-async def _together(work: Sequence[Coroutine[Any, Any, tuple[str, FileInfo]]]) -> list[tuple[str, FileInfo]]:
-    """Runs all of `work`; on the first failure, or when cancelled, the others are ended and awaited: nothing goes on behind our back."""
-    tasks = [asyncio.ensure_future(w) for w in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

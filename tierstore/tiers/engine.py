@@ -12,6 +12,7 @@ from tierstore.errors import RefusedError, SaveError, TierStoreError
 from tierstore.names import Attempt
 from tierstore.storage.contract import Source
 from tierstore.storage.sources import ThrottledSource
+from tierstore.storage.tasks import end_all
 from tierstore.tiers.catalog import RecordCache, scan
 from tierstore.tiers.commit import condemned_error
 from tierstore.tiers.copying import CopyContext
@@ -67,9 +68,8 @@ class Engine:
         try:
             await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (stopping, *tasks):
-                task.cancel()
-            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            stopping.cancel()
+            ended = await end_all(tasks)
         for fault in ended:
             if isinstance(fault, Exception):
                 self.died(fault)

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 from tierstore.clock import Clock
 from tierstore.config_models import StoreConfig
 from tierstore.errors import AccessError, ClosedError, DeadlineError, LockedError, TierStoreError
+from tierstore.storage.tasks import end_all
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.engine import Engine
 from tierstore.tiers.jobs import PendingCopy, SaveJob, WorkerOptions, worker_options
@@ -311,8 +312,7 @@ class Worker:
                 await asyncio.sleep(_POLL_S)
         finally:
             if looking is not None:
-                looking.cancel()
-                await asyncio.gather(looking, return_exceptions=True)
+                await end_all([looking])
 
     def _log_unraised(self) -> None:
         try:
