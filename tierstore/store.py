@@ -29,13 +29,13 @@ from tierstore.state.codecs import default_codecs
 from tierstore.state.export import Exported, ExportOptions
 from tierstore.state.foreign import Format, look_at
 from tierstore.state.image import ImagePool
+from tierstore.state.jointly import jointly
 from tierstore.state.lazy import Checkpoint
 from tierstore.state.load import LoadOptions, load_state
 from tierstore.state.ranks import JointSave, Ranks, rank_and_size, ranks_of
 from tierstore.state.resuming import candidates, first_of_node, info_of, same_facts, stuck_error
 from tierstore.state.stage import StagedState, stage
 from tierstore.state.stage_chunks import PlannedChunk, stage_chunks
-from tierstore.state.together import together
 from tierstore.tiers.catalog import Catalog, CheckpointInfo, RecordCache, scan
 from tierstore.tiers.locks import lock_path
 from tierstore.tiers.log import decide_fate
@@ -496,8 +496,8 @@ class Store:
         self._check_usable()
         what = f"resuming run {self.run!r}"
         first = first_of_node(ranks, what, str(lock_path(self._session.tiers, self.run) or ""))
-        adopted = together(ranks, f"{what}: committing what lies on the nodes", lambda: self._worker.adopt() if first else None).result
-        catalog = together(ranks, f"{what}: looking at the tiers", self._catalog).result
+        adopted = jointly(ranks, f"{what}: committing what lies on the nodes", lambda: self._worker.adopt() if first else None).result
+        catalog = jointly(ranks, f"{what}: looking at the tiers", self._catalog).result
         locked = first and adopted is None
         found = candidates(ranks, what, catalog, adopted=adopted, locked=locked, shared=self._shared_tiers())
         skipped: list[int] = []
@@ -526,7 +526,7 @@ class Store:
                 run=self.run,
             )
         # Raises where the authority was not reached: that it knows nothing would be a guess.
-        together(ranks, f"{what}: making sure that there is nothing", catalog.latest)
+        jointly(ranks, f"{what}: making sure that there is nothing", catalog.latest)
         if found.incomplete:
             steps = list(found.incomplete)
             log.warning("run=%s has no committed checkpoint, but incomplete attempts at steps %s: training begins anew", self.run, steps)
@@ -684,18 +684,18 @@ class Store:
             reference = Reference(run="", selector="step", step=check_step(which))
         return self._catalog(reference.run or None).resolve(reference)
 
-    def _replica(self, info: CheckpointInfo) -> Replica:
-        return self._session.run(open_replica(self._session.tiers, info, run=self._session.run))
+    def _replica(self, info: CheckpointInfo, *, objects: bool = False) -> Replica:
+        return self._session.run(open_replica(self._session.tiers, info, run=self._session.run, objects=objects))
 
     def _load(self, find: Callable[[], CheckpointInfo], into: Any, options: LoadOptions | None, what: str) -> tuple[CheckpointInfo, Any]:
         """Finds, opens and loads a checkpoint, together with the other ranks."""
 
         def opened() -> tuple[CheckpointInfo, Replica]:
             info = find()
-            return info, self._replica(info)
+            return info, self._replica(info, objects=True)
 
         ranks = self.agreement
-        info, replica = together(ranks, f"{what}: opening it", opened).result
+        info, replica = jointly(ranks, f"{what}: opening it", opened).result
         state = load_state(
             replica,
             self._session.run,

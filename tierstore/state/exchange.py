@@ -28,8 +28,8 @@ from tierstore.state.bits import memory_of
 from tierstore.state.exchange_lines import Lines, Passing
 from tierstore.state.exchange_plan import Message, Needs, Plan, Unit, decode_needs, encode_needs, merge_ranges, plan_exchange
 from tierstore.state.exchange_wants import Sorted
+from tierstore.state.jointly import jointly
 from tierstore.state.reading import Fill, Reader, Run, read_wants, wants_of
-from tierstore.state.together import together
 from tierstore.tiers.reads import AnyWant, Want
 
 __all__ = ["BUDGET_NBYTES", "Exchange", "SharedReader"]
@@ -108,7 +108,7 @@ class Exchange:
         patience_s = plan.slowest_nbytes / _SLOWEST + deadline_s * (2 if agreement.rank == 0 else 3)
         try:
             agreement.deadline_s = patience_s
-            together(agreement, self._what, lambda: self._carry_out(reader, run, plan, wants, deadline_s))
+            jointly(agreement, self._what, lambda: self._carry_out(reader, run, plan, wants, deadline_s))
         finally:
             agreement.deadline_s = deadline_s
 

@@ -20,12 +20,12 @@ from tierstore.state.boxes import whole
 from tierstore.state.codecs import default_codecs
 from tierstore.state.differences import LoadOptions, selected, unexpected_error
 from tierstore.state.exchange import BUDGET_NBYTES, Exchange, SharedReader
+from tierstore.state.jointly import asked_by_none, jointly, time_to_read
 from tierstore.state.matching import Match, leaves, match
 from tierstore.state.paths import Place, name_of
 from tierstore.state.rank_trees import RankTrees
 from tierstore.state.rank_values import LazyValues, RankValues
 from tierstore.state.reading import Fill, Reader, Run, fill_all, same_values
-from tierstore.state.together import asked_by_none, time_to_read, together
 from tierstore.state.unflatten import MODULE_STATE, stored_tensors, unflatten
 
 __all__ = ["LoadOptions", "load_fresh", "load_state", "read_tree"]
@@ -82,17 +82,17 @@ def load_state(
         load.filling = functools.partial(_exchanged, ranks, f"{what}: exchanging", exchange_nbytes, replica, run)
     if into is None and names is not None:
         with time_to_read(ranks, replica.index.nbytes):
-            return together(ranks, what, load.named).result
+            return jointly(ranks, what, load.named).result
     comparing = f"{what}: comparing what is wanted with what is stored"
-    heard = together(ranks, comparing, lambda: load.compare(ranks is None), flag=lambda found: found[0], most=lambda found: found[1])
+    heard = jointly(ranks, comparing, lambda: load.compare(ranks is None), flag=lambda found: found[0], most=lambda found: found[1])
     if heard.flag and ranks is not None:
         question = f"{what}: asking who wants what"
-        stored, unasked = together(ranks, question, load.unasked).result
+        stored, unasked = jointly(ranks, question, load.unasked).result
         unexpected = asked_by_none(ranks, question, stored, lambda: unasked)
         if unexpected:
             raise unexpected_error(unexpected)
     with time_to_read(ranks, heard.most):
-        return together(ranks, f"{what}: reading", load.finish).result
+        return jointly(ranks, f"{what}: reading", load.finish).result
 
 
 def read_tree(replica: Reader, run: Run, rank: int, world_size: int | None = None) -> Any:

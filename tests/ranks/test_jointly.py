@@ -9,7 +9,7 @@ from ranks_kit import run_ranks
 
 from tierstore.errors import IntegrityError, RankError, StateMismatchError, TemporaryError
 from tierstore.state.agreement import Agreement
-from tierstore.state.together import asked_by_none, time_to_read, together
+from tierstore.state.jointly import asked_by_none, jointly, time_to_read
 
 FAILURES = {
     "damage": lambda: IntegrityError("block 3 is damaged"),
@@ -30,7 +30,7 @@ def works(rank: int, world_size: int, folder: Path, cases: list[list[str]]) -> A
             return rank
 
         try:
-            heard = together(ranks, "the load", work, flag=lambda result: result == 1, most=lambda result: 10 * result)
+            heard = jointly(ranks, "the load", work, flag=lambda result: result == 1, most=lambda result: 10 * result)
             told.append([heard.result, heard.flag, heard.most])
         except Exception as error:  # noqa: BLE001 - told to the test
             told.append([type(error).__name__, str(error)])

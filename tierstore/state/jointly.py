@@ -15,7 +15,7 @@ import numpy as np
 from tierstore.errors import IntegrityError, RankError, StateMismatchError, TierStoreError
 from tierstore.state.agreement import Agreement
 
-__all__ = ["Heard", "asked_by_none", "time_to_read", "together"]
+__all__ = ["Heard", "asked_by_none", "jointly", "time_to_read"]
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class Heard(Generic[T]):
     most: int
 
 
-def together(
+def jointly(
     ranks: Agreement | None,
     what: str,
     work: Callable[[], T],
