@@ -31,7 +31,8 @@ _PART = re.compile(r"part-(\d{5,8})\.safetensors")
 class CheckpointInfo:
     """A committed checkpoint.
 
-    `nbytes` counts all its files, in bytes; `replicas` maps a tier's name to what it holds (absent: nothing, or the tier was not
+    `opening`: how many bytes a reader asks for first, by file, so that it need not wait for the manifest to ask for them. `nbytes`
+    counts all its files, in bytes; `replicas` maps a tier's name to what it holds (absent: nothing, or the tier was not
     reached), nearest first; `receipts` maps a node tier's name to the ranks whose parts lie there; `replicated` maps a tier's name
     to the facts that its ``replicated`` record gives. `superseded`: a later attempt at the same step committed. `hidden`: expired,
     not yet swept. `damaged`: a record of its log can't be read. `authority_lost`: known from replicas' copies of the log only.
@@ -41,6 +42,7 @@ class CheckpointInfo:
     committed_at: datetime
     manifest_digest: str
     manifest_nbytes: int | None = None
+    opening: Mapping[str, int] = field(default_factory=dict)
     nbytes: int = 0
     world_size: int = 1
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -31,6 +31,7 @@ from tierstore.format.record import Record
 from tierstore.names import INDEX, MANIFEST, OBJECTS, Attempt, save_id_time
 from tierstore.storage.contract import Storage
 from tierstore.tiers.gathering import Gathered, Gathering, PackedObjects
+from tierstore.tiers.index_pages import opening_nbytes
 from tierstore.tiers.log import decide_fate, read_fate
 from tierstore.tiers.tier import Tiers
 
@@ -227,6 +228,7 @@ def commit_facts(manifest: Manifest, document: bytes) -> dict[str, Any]:
     return {
         "manifest": digest_of(document),
         "manifest_nbytes": len(document),
+        "opening": opening_nbytes(manifest),
         "nbytes": manifest.nbytes,
         "world_size": manifest.world_size,
         "metrics": dict(manifest.metrics),

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from tierstore.errors import IntegrityError
 from tierstore.format.digest import digest_of
 from tierstore.format.index import IndexHead
-from tierstore.format.manifest import FileRecord
+from tierstore.format.manifest import FileRecord, Manifest
+from tierstore.names import INDEX, OBJECTS
 from tierstore.tiers.together import together
 
-__all__ = ["WHOLE_NBYTES", "IndexPages", "ReadProved"]
+__all__ = ["WHOLE_NBYTES", "IndexPages", "ReadProved", "opening_nbytes", "read_whole"]
 
 WHOLE_NBYTES = 1 << 20
 """An index up to this length is read as a whole, in bytes: it costs less than asking twice."""
@@ -23,6 +24,18 @@ _RUN_NBYTES = 4 << 20
 
 ReadProved = Callable[[int, int, Callable[[bytes], None]], Awaitable[bytes]]
 """Reads ``(begin, nbytes)`` of the index from the nearest tier whose bytes pass the proof, which raises IntegrityError."""
+
+
+def read_whole(index: FileRecord) -> bool:
+    """Whether an index is opened by reading all of it: it is short, or has no head."""
+    return not index.head_nbytes or index.nbytes <= WHOLE_NBYTES
+
+
+def opening_nbytes(manifest: Manifest) -> dict[str, int]:
+    """How many bytes a reader asks for first of the files that it opens a checkpoint with."""
+    files = {file.name: file for file in manifest.files}
+    index = files[INDEX]
+    return {INDEX: index.nbytes if read_whole(index) else index.head_nbytes, OBJECTS: files[OBJECTS].nbytes}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from tierstore.format.objects import ObjectsDocument, load_objects
 from tierstore.names import INDEX, MANIFEST, OBJECTS
 from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.fetching import BUDGET_NBYTES, fetch
-from tierstore.tiers.index_pages import WHOLE_NBYTES, IndexPages
+from tierstore.tiers.index_pages import IndexPages, read_whole
 from tierstore.tiers.reads import AnyWant, ReadCost, Span, Want, plan_spans
 from tierstore.tiers.sources import Source, sources_of
 from tierstore.tiers.tier import Tier, Tiers
@@ -76,6 +76,7 @@ class Replica:
         self._absent: set[tuple[str, str]] = set()
         self._down: dict[str, TierStoreError] = {}
         self._objects: ObjectsDocument | None = None
+        self._ahead: dict[tuple[str, str, int, int | None], asyncio.Future[bytes]] = {}
         self._manifest_document = b""
         self._entries: dict[str, FileEntry] = {}
 
@@ -277,7 +278,7 @@ class Replica:
         for source in self._order(name):
             try:
                 self.requests[source.tier.name] += 1
-                data = await source.tier.storage.read(self.info.attempt.path(name), begin, nbytes)
+                data = await self._asked(source, name, begin, nbytes)
                 self.bytes_fetched[source.tier.name] += len(data)
                 await asyncio.to_thread(prove, data)
             except (StorageError, NotFoundError, IntegrityError) as error:
@@ -286,7 +287,29 @@ class Replica:
             return data
         raise self._no_copy(name)
 
-    async def _open(self) -> None:
+    async def _asked(self, source: Source, name: str, begin: int, nbytes: int | None) -> bytes:
+        ahead = self._ahead.pop((source.tier.name, name, begin, nbytes), None)
+        return await (ahead or source.tier.storage.read(self.info.attempt.path(name), begin, nbytes))
+
+    async def _open(self, *, objects: bool) -> None:
+        source = self._sources[0]
+        if not source.tier.storage.capabilities.local:  # far away each question costs its time: all that are known are asked at once
+            for name, nbytes in self.info.opening.items():
+                if name == INDEX or (name == OBJECTS and objects):
+                    read = source.tier.storage.read(self.info.attempt.path(name), 0, nbytes)
+                    self._ahead[source.tier.name, name, 0, nbytes] = asyncio.ensure_future(read)
+        try:
+            await self._open_documents()
+            if objects:
+                await self._all_objects()
+        finally:
+            unused = list(self._ahead.values())
+            self._ahead.clear()
+            for task in unused:
+                task.cancel()
+            await asyncio.gather(*unused, return_exceptions=True)
+
+    async def _open_documents(self) -> None:
         info = self.info
 
         def prove_manifest(data: bytes) -> None:
@@ -305,7 +328,7 @@ class Replica:
                 step=info.step,
             )
         record = self._record(INDEX)
-        if self._run is None or not record.head_nbytes or record.nbytes <= WHOLE_NBYTES:
+        if self._run is None or read_whole(record):
             self.index, _ = await asyncio.to_thread(decode_index, await self._document(record))
         else:
             self.index = await self._open_pages(record, self._run)
@@ -366,7 +389,9 @@ class Replica:
         return _cost_of(self._sources[0].tier)
 
 
-async def open_replica(tiers: Tiers, info: CheckpointInfo, *, budget_nbytes: int | None = None, run: Run | None = None) -> Replica:
+async def open_replica(
+    tiers: Tiers, info: CheckpointInfo, *, budget_nbytes: int | None = None, run: Run | None = None, objects: bool = False
+) -> Replica:
     """Opens a checkpoint: reads manifest and index from the nearest tier that has good copies of them.
 
     Args:
@@ -375,6 +400,7 @@ async def open_replica(tiers: Tiers, info: CheckpointInfo, *, budget_nbytes: int
         budget_nbytes: Scratch memory that one `read` may use, in bytes; None: what the store's configuration says.
         run: Runs a coroutine on this event loop, from a thread that asks `Replica.index`: a long index is then read by its head, and by
             the rows that are asked for. None: as a whole.
+        objects: The objects are wanted as well, and read at the same time.
 
     Raises:
         IntegrityError: No tier has a good manifest or index; lists each tier and its reason.
@@ -391,7 +417,7 @@ async def open_replica(tiers: Tiers, info: CheckpointInfo, *, budget_nbytes: int
             step=info.step,
         )
     replica = Replica(info, sources, budget_nbytes=tiers.scratch_nbytes if budget_nbytes is None else budget_nbytes, run=run)
-    await replica._open()
+    await replica._open(objects=objects)
     return replica
 
 

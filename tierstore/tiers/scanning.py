@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tierstore.errors import IntegrityError, NotFoundError, StorageError, TierStoreError
 from tierstore.format.record import Record
@@ -216,6 +217,7 @@ def _info(
         committed_at=facts.fate.at,
         manifest_digest=str(data.get("manifest", "")),
         manifest_nbytes=count("manifest_nbytes"),
+        opening=_opening(data.get("opening")),
         nbytes=count("nbytes") or 0,
         world_size=count("world_size") or 1,
         metrics=facts.metrics,
@@ -230,6 +232,12 @@ def _info(
         authority_lost=lost,
         records=tuple(records),
     )
+
+
+def _opening(told: object) -> dict[str, int]:
+    """Only a hint: what is wrong with it costs a request, for nothing counts before it is proved."""
+    items = told.items() if isinstance(told, Mapping) else ()
+    return {str(name): nbytes for name, nbytes in items if type(nbytes) is int and nbytes > 0}
 
 
 def _merge(attempt: Attempt, views: Sequence[_View]) -> tuple[list[Record], list[str]]:
@@ -310,8 +318,8 @@ async def _describe_undecided(attempts: Sequence[Attempt], views: Sequence[_View
 
 
 async def _list_tier(tier: Tier, run: str) -> _View:
-    records = await tier.storage.list(log_root(run))
-    level = await tier.storage.children(run)
+    looks: list[Callable[[], Awaitable[Any]]] = [lambda: tier.storage.list(log_root(run)), lambda: tier.storage.children(run)]
+    records, level = await together(lambda look: look(), looks)
     view = _View(tier=tier)
     for info in records:
         split = attempt_of_log_path(info.path)
@@ -325,6 +333,10 @@ async def _list_tier(tier: Tier, run: str) -> _View:
                 view.receipts.setdefault(attempt, []).append(int(leaf[8:-5]))
         else:
             view.foreign.append(info.path)
+    folders = {Attempt.parse(run, folder.rpartition("/")[2]) for folder in level.folders}
+    if any(0 in seqs and attempt not in folders for attempt, seqs in view.records.items()):
+        # Made between the two listings, or gone for good: a checkpoint must not seem to lie nowhere because its folder was listed first.
+        level = await tier.storage.children(run)
     for folder in level.folders:
         name = folder.rpartition("/")[2]
         attempt = Attempt.parse(run, name)
