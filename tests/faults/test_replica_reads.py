@@ -30,7 +30,7 @@ from tierstore.errors import FormatError, IntegrityError, NotFoundError, Tempora
 from tierstore.format.digest import digest_of
 from tierstore.format.objects import decode_objects
 from tierstore.names import INDEX, MANIFEST, OBJECTS, Attempt, part_name, shard_name
-from tierstore.storage.contract import Storage
+from tierstore.storage.contract import Capabilities, Storage
 from tierstore.tiers.catalog import CheckpointInfo, scan
 from tierstore.tiers.replica import Replica, Want, open_replica
 from tierstore.tiers.tier import Tiers
@@ -423,3 +423,38 @@ def test_the_nth_read_fails_for_every_n_and_the_load_is_right_or_an_error(tmp_pa
             if counter[0] > 0:
                 return
     pytest.fail("no run met no fault")
+
+
+@pytest.mark.parametrize("damaged", [None, MANIFEST, INDEX, OBJECTS])
+def test_from_far_away_manifest_index_and_objects_are_asked_for_at_once(tmp_path: Path, damaged: str | None) -> None:
+    """Each is held back until all three are asked for. What is asked ahead is proved as ever, and the next tier helps."""
+    plain = tiers_in(tmp_path)
+    attempt = run(save(plain, 1))
+    run(copy_to(plain, attempt, "far"))
+    if damaged is not None:
+        flip(path_of(plain, "shared", attempt, damaged), 40)
+
+    async def work() -> None:
+        asked: set[str] = set()
+        together = asyncio.Event()
+
+        async def hold(operation: str, path: str) -> None:
+            if operation == "read" and (name := path.rpartition("/")[2]) in (MANIFEST, INDEX, OBJECTS):
+                asked.add(name)
+                if len(asked) == 3:
+                    together.set()
+                await asyncio.wait_for(together.wait(), 20)
+
+        class FarAway(Hooked):
+            @property
+            def capabilities(self) -> Capabilities:
+                return replace(self.inner.capabilities, local=False)
+
+        tiers = tiers_in(tmp_path, names=("node", "shared", "far"), wrap={"shared": lambda s: FarAway(s, hold)})
+        info = (await scan(tiers, "run")).latest()
+        assert info is not None
+        replica = await open_replica(tiers, info, objects=True)
+        assert await replica.objects() == await (await open_replica(plain, info)).objects()
+        assert [copy.file for copy in replica.bad_copies] == ([] if damaged is None else [damaged])
+
+    run(work())

@@ -25,7 +25,7 @@ from tiers_kit import (
 
 from tierstore.errors import AccessError, IntegrityError, NotFoundError, TemporaryError, TierStoreError, UsageError
 from tierstore.names import MANIFEST, Attempt, Reference, parse_reference, shard_name
-from tierstore.storage.contract import Storage
+from tierstore.storage.contract import Listing, Storage
 from tierstore.testing.faults import FaultPlan, FaultStorage
 from tierstore.tiers.catalog import RecordCache, runs, scan
 from tierstore.tiers.commit import commit
@@ -220,6 +220,33 @@ def test_a_commit_between_two_listings_is_not_taken_for_a_lost_log(tmp_path: Pat
 
     run(work())
     assert "knows nothing" not in caplog.text
+
+
+def test_a_folder_that_is_made_while_the_log_is_listed_is_not_missed(tmp_path: Path) -> None:
+    """Both listings go at once: this one of the folders is old when the other shows the commit."""
+    plain = tiers_in(tmp_path)
+    attempt = attempt_at(5)
+
+    async def work() -> None:
+        listed = asyncio.Event()
+
+        class FoldersFirst(Hooked):
+            async def children(self, folder: str) -> Listing:
+                found = await super().children(folder)
+                listed.set()
+                return found
+
+        async def late_log(operation: str, path: str) -> None:
+            if operation == "list" and not plain.authority.storage.local_path(attempt.folder).exists():
+                await listed.wait()
+                await save(plain, 5, attempt=attempt)
+
+        wrapped = tiers_in(tmp_path, wrap={"shared": lambda s: FoldersFirst(s, late_log)})
+        info = (await scan(wrapped, "run")).latest()
+        assert info is not None
+        assert info.complete_on == ("shared",)
+
+    run(work())
 
 
 def test_a_swept_checkpoint_is_not_revived_by_a_replica_that_still_lies_there(tmp_path: Path) -> None:
