@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import math
 import os
-import platform
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
-from importlib.metadata import version
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Literal
 
-import torch
-
-from tierstore.clock import Clock, SystemClock, utc_text
+from tierstore.clock import Clock, SystemClock
 from tierstore.config import StoreConfig, load_config
-from tierstore.errors import ClosedError, IntegrityError, TierStoreError, UsageError
+from tierstore.errors import ClosedError, TierStoreError, UsageError
 from tierstore.format.objects import ObjectCodecs
 from tierstore.names import Attempt, Reference, check_run, check_step, later_save_id, parse_reference
-from tierstore.state.adopt import persist_shares, plan_adoption, share_job
+from tierstore.state.adopt import adopt_foreign
 from tierstore.state.agreement import Agreement
+from tierstore.state.candidates import info_of, same_facts
 from tierstore.state.codecs import default_codecs
 from tierstore.state.export import Exported, ExportOptions
+from tierstore.state.facts import facts_of
 from tierstore.state.foreign import Format, look_at
 from tierstore.state.image import ImagePool
 from tierstore.state.jointly import jointly
 from tierstore.state.lazy import Checkpoint
 from tierstore.state.load import LoadOptions, load_state
 from tierstore.state.ranks import JointSave, Ranks, rank_and_size, ranks_of
-from tierstore.state.resuming import candidates, first_of_node, info_of, same_facts, stuck_error
+from tierstore.state.resuming import Resumed, resume_newest
 from tierstore.state.stage import StagedState, stage
 from tierstore.state.stage_chunks import PlannedChunk, stage_chunks
+from tierstore.tiers.cadence import Cadence
 from tierstore.tiers.catalog import Catalog, CheckpointInfo, RecordCache, scan
+from tierstore.tiers.exit_hook import ExitHook
 from tierstore.tiers.locks import lock_path
 from tierstore.tiers.log import decide_fate
 from tierstore.tiers.replica import Replica, open_replica
@@ -51,17 +47,6 @@ log = logging.getLogger(__name__)
 
 Which = int | str
 """A checkpoint as a caller names it: a step, ``latest``, ``best:METRIC``, ``tag:TAG``, or ``RUN@…`` of these."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resumed:
-    """What `Store.resume` loaded."""
-
-    step: int
-    state: Any
-    checkpoint: CheckpointInfo
-    skipped: tuple[int, ...] = ()
-    """Newer steps that were committed but damaged everywhere (only with ``fallback=True``)."""
 
 
 def open(
@@ -121,6 +106,7 @@ class Store:
         self._given_codecs = codecs
         self._codecs = codecs or default_codecs()
         self._session = Session.open(config, clock=self._clock)
+        self._cadence = Cadence(config.save.every, self._clock)
         self._cache = RecordCache()
         self._worker = Worker(self._session, self.run, rank=rank)
         self._pool = ImagePool(self._image_directory(), max_nbytes=config.io.max_inflight)
@@ -129,12 +115,10 @@ class Store:
         self._ranks: Ranks | None = None
         self._together = threading.Lock()
         self._last_save_id = ""
-        self._last_save_at: float | None = None
-        self._stall_s = 0.0
         self._saved: dict[int, str] = {}
         self._pid = os.getpid()
         self._closed = False
-        self._exit_hook = _ExitHook(self)
+        self._exit_hook = ExitHook(self)
 
     # ---- saving
 
@@ -170,34 +154,24 @@ class Store:
             RankError: Another rank can't save; it and its reason are named. Nothing was begun on any rank, and all of them raise.
         """
         self._check_usable()
-        if self.world_size == 1:
-            return self._save(step, state, metrics, tags, final, if_exists, None)
-        with self._together:
-            return self._save(step, state, metrics, tags, final, if_exists, self._joint_ranks())
+        with self._one_call():
+            return self._save(step, state, metrics=metrics, tags=tags, final=final, if_exists=if_exists)
 
     def _save(
-        self,
-        step: int,
-        state: Any,
-        metrics: Mapping[str, float] | None,
-        tags: Sequence[str] | None,
-        final: bool,
-        if_exists: str,
-        ranks: Ranks | None,
+        self, step: int, state: Any, *, metrics: Mapping[str, float] | None, tags: Sequence[str] | None, final: bool, if_exists: str
     ) -> Ticket:
         began = self._clock.monotonic()
 
         def propose() -> str:
-            if if_exists == "refuse" and self._catalog().find(step) is not None:
-                raise UsageError(f"step {step} of run {self.run!r} is committed already", hint="use another step, or if_exists='supersede'")
+            if if_exists == "refuse":
+                self._check_new(step)
             return self._next_save_id()
 
-        joint = None if ranks is None else JointSave(ranks, step, propose)
+        joint = None if self.world_size == 1 else JointSave(self._joint_ranks(), step, propose)
         with nullcontext() if joint is None else joint.telling():
             step = check_step(step)
-            if if_exists not in ("supersede", "refuse"):
-                raise UsageError(f"if_exists is {if_exists!r}", hint="say 'supersede' or 'refuse'")
-            facts = self._facts(metrics, tags, final)
+            _check_if_exists(if_exists)
+            facts = facts_of(metrics, tags, final, self._clock)
             self._worker.raise_errors()
         save_id = propose() if joint is None else ""
         try:
@@ -218,7 +192,7 @@ class Store:
             if joint is not None and joint.under_way:  # the others go on: this rank's part will never come
                 self._give_up(Attempt(run=self.run, step=step, save_id=joint.save_id), error)
             raise
-        self._stall_s = ticket.stall_s = self._clock.monotonic() - began
+        self._cadence.stall_s = ticket.stall_s = self._clock.monotonic() - began
         return ticket
 
     def _submit(self, attempt: Attempt, staged: StagedState, facts: Mapping[str, Any]) -> Ticket:
@@ -238,8 +212,8 @@ class Store:
         except BaseException:
             staged.release()
             raise
+        self._cadence.saved()
         with self._lock:
-            self._last_save_at = self._clock.monotonic()
             self._saved[attempt.step] = attempt.save_id
         return ticket
 
@@ -304,31 +278,17 @@ class Store:
         step = check_step(step)
         if self.world_size > 1:
             raise UsageError("a store of several ranks can't adopt", hint="open the store in one process, without rank and world_size")
-        if if_exists not in ("supersede", "refuse"):
-            raise UsageError(f"if_exists is {if_exists!r}", hint="say 'supersede' or 'refuse'")
-        facts = self._facts(metrics, tags, final)
+        _check_if_exists(if_exists)
+        facts = facts_of(metrics, tags, final, self._clock)
         self._worker.raise_errors()
-        if self._catalog().find(step) is not None and if_exists == "refuse":
-            raise UsageError(
-                f"step {step} of run {self.run!r} is committed already", hint="use another step, or if_exists='supersede' (--supersede)"
-            )
-        session = self._session
-        foreign = session.run(look_at(source, options, format=format, shapes=shapes, skip_objects=skip_objects))
+        self._catalog()  # the new save id is to sort after those of other processes
+        if if_exists == "refuse":
+            self._check_new(step)
         attempt = self.new_attempt(step)
-        try:
-            adoption = session.run(plan_adoption(foreign, rename=rename, link=link))
-            jobs = [
-                share_job(adoption, rank, attempt, facts, lambda: session.forget(foreign.close())) for rank in range(len(adoption.shares))
-            ]
-            try:
-                session.run(persist_shares(session, jobs[1:]))
-                return self._worker.submit(jobs[0])
-            except TierStoreError as error:
-                self.condemn(attempt, f"adopting {foreign.files.uri} failed: {error.message}")
-                raise
-        except BaseException:
-            session.forget(foreign.close())
-            raise
+        foreign = self._session.run(look_at(source, options, format=format, shapes=shapes, skip_objects=skip_objects))
+        return adopt_foreign(
+            self._session, foreign, attempt, facts, rename=rename, link=link, submit=self._worker.submit, condemn=self.condemn
+        )
 
     # ---- saving for doors that plan and stage for themselves
 
@@ -376,7 +336,7 @@ class Store:
         """
         self._check_usable()
         try:
-            facts = self._facts(metrics, tags, final)
+            facts = facts_of(metrics, tags, final, self._clock)
         except BaseException:
             staged.release()
             raise
@@ -398,27 +358,8 @@ class Store:
         self._session.run(decide_fate(storage, attempt, "condemned", {"reason": reason, "world_size": self.world_size}, self._clock))
 
     def should_save(self, step: int) -> bool:
-        """Whether ``save.every`` of the configuration asks for a save at `step` (False without such a rule).
-
-        ``{auto: {mtbf: …}}`` uses the first-order optimum of Young (CACM 17, 1974) for the interval, ``sqrt(2 * cost * MTBF)``
-        seconds, with the stall of the last save as its cost.
-        """
-        step = check_step(step)
-        every = self.config.save.every
-        if every is None:
-            return False
-        if every.steps is not None:
-            return step > 0 and step % every.steps == 0
-        if every.seconds is not None:
-            interval = float(every.seconds)
-        elif every.auto is not None:
-            interval = math.sqrt(2.0 * max(self._stall_s, 1e-3) * every.auto.mtbf_s)
-        else:
-            return False
-        with self._lock:
-            if self._last_save_at is None:
-                self._last_save_at = self._clock.monotonic()  # the interval counts from the first question
-            return self._clock.monotonic() - self._last_save_at >= interval
+        """Whether ``save.every`` of the configuration asks for a save at `step` (False without such a rule)."""
+        return self._cadence.due(check_step(step))
 
     # ---- looking
 
@@ -489,48 +430,17 @@ class Store:
             StateMismatchError: `into` and the checkpoint differ.
             RankError, DeadlineError: Another rank failed, or did not come within ``save.agreement_timeout``; named.
         """
-        with self._together if self.world_size > 1 else nullcontext():
-            return self._resume(self.agreement, into, options, fallback)
-
-    def _resume(self, ranks: Agreement | None, into: Any, options: LoadOptions | None, fallback: bool) -> Resumed | None:
-        self._check_usable()
-        what = f"resuming run {self.run!r}"
-        first = first_of_node(ranks, what, str(lock_path(self._session.tiers, self.run) or ""))
-        adopted = jointly(ranks, f"{what}: committing what lies on the nodes", lambda: self._worker.adopt() if first else None).result
-        catalog = jointly(ranks, f"{what}: looking at the tiers", self._catalog).result
-        locked = first and adopted is None
-        found = candidates(ranks, what, catalog, adopted=adopted, locked=locked, shared=self._shared_tiers())
-        skipped: list[int] = []
-        for stuck in found.stuck:
-            if not fallback:
-                raise stuck_error(stuck, self.run)
-            log.warning("run=%s step=%d is out of reach and is passed over: %s", self.run, stuck.step, stuck.message)
-            skipped.append(stuck.step)
-        if found.incomplete and found.facts:
-            log.warning("run=%s newer attempts at steps %s never became whole", self.run, list(found.incomplete))
-        for facts in found.facts:
-            step, save_id = facts["step"], facts["save_id"]
-            try:
-                info, state = self._load(partial(info_of, facts, catalog), into, options, f"{what} from step {step}, {save_id}")
-            except IntegrityError as error:
-                if not fallback:
-                    raise
-                log.warning("run=%s step=%d can't be loaded and is passed over: %s", self.run, step, error.message)
-                skipped.append(step)
-                continue
-            return Resumed(step=step, state=state, checkpoint=info, skipped=tuple(skipped))
-        if skipped:
-            raise IntegrityError(
-                f"run {self.run!r}: none of the committed steps {skipped} can be loaded from any tier",
-                hint="run `tierstore verify --level full` to see which files are damaged where",
-                run=self.run,
+        with self._one_call():
+            return resume_newest(
+                self.agreement,
+                self.run,
+                adopt=self._worker.adopt,
+                look=self._catalog,
+                load=lambda find, what: self._load(find, into, options, what),
+                node_tier=str(lock_path(self._session.tiers, self.run) or ""),
+                shared=self._shared_tiers(),
+                fallback=fallback,
             )
-        # Raises where the authority was not reached: that it knows nothing would be a guess.
-        jointly(ranks, f"{what}: making sure that there is nothing", catalog.latest)
-        if found.incomplete:
-            steps = list(found.incomplete)
-            log.warning("run=%s has no committed checkpoint, but incomplete attempts at steps %s: training begins anew", self.run, steps)
-        return None
 
     def export(
         self,
@@ -627,6 +537,17 @@ class Store:
         if os.getpid() != self._pid:
             raise ClosedError("this store belongs to the parent process", hint="open a store of its own in each forked process")
 
+    def _one_call(self) -> AbstractContextManager[object]:
+        """In a store of several ranks one call after the other, for each is a conversation of the ranks."""
+        return self._together if self.world_size > 1 else nullcontext()
+
+    def _check_new(self, step: int) -> None:
+        if self._catalog().find(step) is not None:
+            raise UsageError(
+                f"step {step} of run {self.run!r} is committed already",
+                hint="use another step, or if_exists='supersede' (on the command line --supersede)",
+            )
+
     def _image_directory(self) -> Any:
         nearest = self.config.tiers[0]
         return None if nearest.durable else self._session.tiers.nearest.storage.local_path(".tmp")
@@ -636,36 +557,6 @@ class Store:
         with self._lock:
             self._last_save_id = later_save_id(self._clock.now(), self._last_save_id)
             return self._last_save_id
-
-    def _facts(self, metrics: Mapping[str, float] | None, tags: Sequence[str] | None, final: bool) -> dict[str, Any]:
-        if metrics is not None and not isinstance(metrics, Mapping):
-            raise UsageError(f"metrics are a mapping of names to numbers, not {metrics!r}", hint="pass e.g. metrics={'val/loss': 1.9}")
-        numbers: dict[str, float] = {}
-        for name, value in (metrics or {}).items():
-            if not _is_label(str(name)):
-                raise UsageError(f"{str(name)[:100]!r} can't name a metric", hint="use 1 to 200 printable characters")
-            try:
-                numbers[str(name)] = float(value)
-            except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a tensor of several
-                raise UsageError(
-                    f"metric {name!r} is {value!r}, not a number", hint="pass floats, e.g. metrics={'val/loss': 1.9}"
-                ) from error
-        if isinstance(tags, str) or any(not isinstance(t, str) or not _is_label(t) for t in tags or ()):
-            raise UsageError(
-                f"tags are a list of names of 1 to 200 printable characters, not {tags!r}", hint="pass e.g. tags=['release/1']"
-            )
-        return {
-            "created_at": utc_text(self._clock.now()),
-            "metrics": numbers,
-            "tags": sorted(set(tags or ())),
-            "final": bool(final),
-            "writer": {
-                "tierstore": version("tierstore"),
-                "torch": str(torch.__version__),
-                "python": platform.python_version(),
-                "host": platform.node(),
-            },
-        }
 
     def _catalog(self, run: str | None = None) -> Catalog:
         self._check_usable()
@@ -714,34 +605,10 @@ class Store:
         return [tier.name for tier in self._session.tiers if tier.scope == "shared"]
 
 
-def _is_label(name: str) -> bool:
-    """Whether it can name a metric or a tag: these are shown in tables and written on command lines."""
-    return 0 < len(name) <= 200 and name.isprintable()
+def _check_if_exists(if_exists: str) -> None:
+    if if_exists not in ("supersede", "refuse"):
+        raise UsageError(f"if_exists is {if_exists!r}", hint="say 'supersede' or 'refuse'")
 
 
 def _reopen(config: StoreConfig, rank: int, world_size: int, codecs: ObjectCodecs | None) -> Store:
     return Store(config, rank=rank, world_size=world_size, codecs=codecs)
-
-
-class _ExitHook:
-    """Drains a store that was not closed when the interpreter ends; until then it keeps the store, and so its background work, alive.
-
-    The hook must run before Python's own thread pools are shut down, which happens before ordinary atexit callbacks: threading
-    has such a hook (used by concurrent.futures itself), private by name; atexit is the fallback.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store: Store | None = store
-        self._pid = os.getpid()
-        getattr(threading, "_register_atexit", atexit.register)(self._drain)
-
-    def forget(self) -> None:
-        self._store = None
-
-    def _drain(self) -> None:
-        if self._store is None or os.getpid() != self._pid:
-            return
-        try:
-            self._store.close()
-        except TierStoreError as error:
-            log.error("closing at exit: %s", error)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tierstore.errors import StorageError, TierFullError, UsageError
+from tierstore.errors import StorageError, TierFullError, TierStoreError, UsageError
 from tierstore.format.index import Extent, TensorEntry
 from tierstore.format.objects import TensorRef, encode_objects
 from tierstore.format.shard import ChunkSpec, ShardPlan, plan_shard, tensor_entries
@@ -32,11 +32,12 @@ from tierstore.tiers.jobs import SaveJob
 from tierstore.tiers.persist import persist
 from tierstore.tiers.reads import Want
 from tierstore.tiers.session import Session
+from tierstore.tiers.ticket import Ticket
 from tierstore.tiers.tier import Tier, ensure_tier
 from tierstore.tiers.together import together
 from tierstore.tiers.view import staging
 
-__all__ = ["Adoption", "Share", "persist_shares", "plan_adoption", "share_job"]
+__all__ = ["Adoption", "Share", "adopt_foreign", "plan_adoption"]
 
 log = logging.getLogger(__name__)
 
@@ -284,7 +285,51 @@ async def _companions(foreign: Foreign, names: Sequence[str], count: int) -> tup
 # ---- into the tiers
 
 
-def share_job(adoption: Adoption, rank: int, attempt: Attempt, facts: Mapping[str, Any], release: Callable[[], None]) -> SaveJob:
+def adopt_foreign(
+    session: Session,
+    foreign: Foreign,
+    attempt: Attempt,
+    facts: Mapping[str, Any],
+    *,
+    rename: Any,
+    link: bool,
+    submit: Callable[[SaveJob], Ticket],
+    condemn: Callable[[Attempt, str], None],
+) -> Ticket:
+    """Takes `foreign` in; it is closed when the first share is in, or on an error.
+
+    Args:
+        session: The store's tiers.
+        foreign: From `look_at`.
+        attempt: What it becomes.
+        facts: The usual facts of a checkpoint.
+        rename: As `plan_adoption`; so is `link`.
+        submit: Hands the first share to the background work.
+        condemn: Gives the attempt up, and says why.
+
+    Raises:
+        UsageError, UnsupportedTypeError: As `plan_adoption`; nothing was written.
+        TierStoreError: A share could not be written; the attempt is condemned.
+    """
+
+    def forget() -> None:
+        session.forget(foreign.close())
+
+    try:
+        adoption = session.run(plan_adoption(foreign, rename=rename, link=link))
+        first, *others = [_share_job(adoption, rank, attempt, facts, forget) for rank in range(len(adoption.shares))]
+        try:
+            session.run(_persist_all(session, others))
+            return submit(first)
+        except TierStoreError as error:
+            condemn(attempt, f"adopting {foreign.files.uri} failed: {error.message}")
+            raise
+    except BaseException:
+        forget()
+        raise
+
+
+def _share_job(adoption: Adoption, rank: int, attempt: Attempt, facts: Mapping[str, Any], release: Callable[[], None]) -> SaveJob:
     """A share as the worker takes it; it holds no image in memory."""
     share = adoption.shares[rank]
     return SaveJob(
@@ -333,7 +378,7 @@ async def _persist(session: Session, job: SaveJob) -> None:
             log.warning("tier=%s %s, and is passed over for the next: %s", tier.name, how, error.message)
 
 
-async def persist_shares(session: Session, jobs: Sequence[SaveJob]) -> None:
+async def _persist_all(session: Session, jobs: Sequence[SaveJob]) -> None:
     """Several shares, as many at once as the configuration has threads for."""
 
     async def one(job: SaveJob) -> None:

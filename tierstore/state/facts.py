@@ -1,0 +1,58 @@
+"""The facts of a checkpoint that its saver gives: metrics, tags, and who wrote it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from tierstore.clock import Clock, utc_text
+from tierstore.errors import UsageError
+
+__all__ = ["facts_of"]
+
+
+def facts_of(metrics: Mapping[str, float] | None, tags: Sequence[str] | None, final: bool, clock: Clock) -> dict[str, Any]:
+    """The facts as the part record and the manifest keep them.
+
+    Args:
+        metrics: Numbers that rank checkpoints.
+        tags: Labels that retention and references know.
+        final: It is the run's last checkpoint.
+        clock: Says when it was made.
+
+    Raises:
+        UsageError: A metric is no number, or a name can't be shown in a table and written on a command line.
+    """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise UsageError(f"metrics are a mapping of names to numbers, not {metrics!r}", hint="pass e.g. metrics={'val/loss': 1.9}")
+    if isinstance(tags, str) or any(not isinstance(t, str) or not _is_label(t) for t in tags or ()):
+        raise UsageError(f"tags are a list of names of 1 to 200 printable characters, not {tags!r}", hint="pass e.g. tags=['release/1']")
+    return {
+        "created_at": utc_text(clock.now()),
+        "metrics": {str(name): _number(str(name), value) for name, value in (metrics or {}).items()},
+        "tags": sorted(set(tags or ())),
+        "final": bool(final),
+        "writer": {
+            "tierstore": version("tierstore"),
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+            "host": platform.node(),
+        },
+    }
+
+
+def _number(name: str, value: Any) -> float:
+    if not _is_label(name):
+        raise UsageError(f"{name[:100]!r} can't name a metric", hint="use 1 to 200 printable characters")
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a tensor of several
+        raise UsageError(f"metric {name!r} is {value!r}, not a number", hint="pass floats, e.g. metrics={'val/loss': 1.9}") from error
+
+
+def _is_label(name: str) -> bool:
+    return 0 < len(name) <= 200 and name.isprintable()
