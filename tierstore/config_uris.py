@@ -45,6 +45,11 @@ def normal_uri(uri: object, folder: str = "") -> str:
         if not path.startswith("/"):
             raise UsageError("a file:// URI names an absolute path of this machine", hint="write file:///path, or just the path")
         return os.path.normpath(path)
+    if scheme == "tier":
+        raise UsageError(
+            f"{text!r} names a checkpoint within a store, not a place for files",
+            hint="open its store (tierstore.open, or tierstore.dcp with this as checkpoint_id), or name the folder or bucket itself",
+        )
     place, _, prefix = rest.partition("/")
     name, _, port = place.rpartition(":")
     if ("@" in place and not (scheme in _CONTAINER_AT_ACCOUNT and ":" not in place)) or (name and not port.isdigit()):

@@ -17,9 +17,10 @@ import pytest
 import torch
 from adopt_kit import INDEX, assert_bits, hugging_face, quietly, save_dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import tierstore
-from tierstore.errors import FormatError, IncompleteError, IntegrityError, UnsupportedTypeError
+from tierstore.errors import FormatError, IncompleteError, IntegrityError, UnsupportedTypeError, UsageError
 
 
 class Bomb:
@@ -44,14 +45,57 @@ def header_of(tensors: dict[str, Any], data: int, *, claims: int | None = None) 
         (header_of({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, 4), "outside"),
         (header_of({n: {"dtype": "U8", "shape": [2], "data_offsets": [b, b + 2]} for b, n in enumerate("xy")}, 3), "overlap"),
         (header_of({"x": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, 9), "the file has"),
-        (b"", "at least 8 bytes"),
+        (header_of({"x": {"dtype": "U8", "shape": [0, 1 << 61], "data_offsets": [0, 0]}}, 0), "absurd size"),
+        (header_of({"__metadata__": {"tierstore": "{}"}}, 0), "no valid format_version"),
+        (b"", "at least 8 bytes; this one has 0"),
+        (b"abc", "at least 8 bytes; this one has 3"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "header claims"),
     ],
 )  # fmt: skip
 def test_a_header_that_lies_is_refused_by_file(tmp_path: Path, content: bytes, why: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(FormatError, match=rf"model\.safetensors.*{why}"):
+    with pytest.raises(FormatError, match=rf"{re.escape(str(tmp_path))}.*{why}") as refused:
+        tierstore.open_foreign(tmp_path / "model.safetensors")
+    assert "model.safetensors" in refused.value.message
+    assert "tierstore verify" not in refused.value.hint  # it checks stores
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "why"),
+    [
+        ("", UsageError, "empty"),
+        ("a\0b", UsageError, "control characters"),
+        (7, UsageError, "text, not int"),
+        (None, UsageError, "text, not NoneType"),
+        ("s3://", UsageError, "names no bucket"),
+        ("s3://key:secret@bucket/x", UsageError, "must not hold credentials"),
+        ("tier:///run/step-1", UsageError, "a checkpoint within a store"),
+    ],
+)
+def test_what_is_no_place_is_refused_as_source_and_as_target(tmp_path: Path, source: Any, kind: type[Exception], why: str) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(kind, match=why):
+        tierstore.open_foreign(source)
+    with tierstore.open_foreign(tmp_path) as checkpoint:
+        for format in ("hf", "torch"):
+            with pytest.raises(kind, match=why):
+                checkpoint.export(source, tierstore.ExportOptions(format=format))
+
+
+def test_what_is_missing_in_a_folder_is_said_as_it_is(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x"}}))
+    with pytest.raises(UsageError, match=r"several index files: a\.safetensors\.index\.json, b\.safetensors\.index\.json"):
         tierstore.open_foreign(tmp_path)
+    with pytest.raises(UsageError, match=r"holds no torch\.save file"):
+        tierstore.open_foreign(tmp_path, format="torch")
+
+
+@pytest.mark.parametrize("shapes", [{"a": "x"}, {"a": 3}, [1]])
+def test_shapes_that_are_none_are_refused(tmp_path: Path, shapes: Any) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match="shape"):
+        tierstore.open_foreign(tmp_path, shapes=shapes)
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "..", "a/../../b.safetensors", "x\x00.safetensors", ""])
@@ -168,6 +212,12 @@ def _swapped(metadata: Any) -> None:
     metadata.storage_data[one], metadata.storage_data[two] = metadata.storage_data[two], metadata.storage_data[one]
 
 
+def _huge(metadata: Any) -> None:
+    metadata.state_dict_metadata["w"].size = torch.Size([1 << 61])
+    metadata.state_dict_metadata["w"].chunks = [ChunkStorageMetadata(torch.Size([0]), torch.Size([1 << 61]))]
+    metadata.storage_data = {k if k.fqn != "w" else MetadataIndex("w", [0]): v for k, v in metadata.storage_data.items()}
+
+
 def _compressed(metadata: Any) -> None:
     for info in metadata.storage_data.values():
         info.transform_descriptors = ["stream.zstd/1"]
@@ -182,6 +232,11 @@ def _compressed(metadata: Any) -> None:
         (_uncovered, IncompleteError, "tensor 'w' of shape .9, 3.: no file holds"),  # NEIGHBOURS E23
         (_other_dtype, IncompleteError, "__0_0.distcp: for tensor 'w' .metadata promises float64"),
         (_swapped, IncompleteError, "__0_0.distcp: for tensor '[vw]' .metadata promises"),
+        (
+            _huge,
+            IncompleteError,
+            r"__0_0.distcp has .* bytes; .metadata claims 9,223,372,036,854,775,8\d\d bytes of tensors in it, up to 'w'",
+        ),
         (_compressed, FormatError, "compressed by the DCP extension stream.zstd/1"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

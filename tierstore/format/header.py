@@ -64,7 +64,9 @@ def header_nbytes(first8: bytes, file_nbytes: int) -> int:
         FormatError: The file can't be a safetensors file of `file_nbytes` bytes.
     """
     if len(first8) < 8 or file_nbytes < 8:
-        raise FormatError(f"a safetensors file has at least 8 bytes; this one has {min(len(first8), file_nbytes)}", hint=_HINT)
+        raise FormatError(
+            f"a safetensors file has at least 8 bytes; this one has {min(len(first8) or file_nbytes, file_nbytes)}", hint=_HINT
+        )
     length: int = _LENGTH.unpack_from(first8)[0]
     if length > MAX_HEADER_NBYTES:
         raise FormatError(f"the header claims {length:,} bytes; {MAX_HEADER_NBYTES:,} are allowed", hint=_HINT)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tierstore.config_uris import normal_uri
 from tierstore.errors import UsageError
 from tierstore.format.objects import ObjectCodecs
 from tierstore.state.codecs import default_codecs
@@ -114,10 +115,10 @@ class _Export:
         self.made = 0
 
     def export(self, to: str | os.PathLike[str]) -> Exported:
+        text = normal_uri(to)
         tree = read_tree(self.reader, self.run, self.options.rank, 1)
-        text = os.fspath(to)
         if self.options.format == "torch":
-            return self.one_file(text, tree)
+            return self.one_file(f"{text}/" if str(to).endswith("/") else text, tree)
         storage = self.open(text)
         try:
             with ExportTarget(storage, self.run, overwrite=self.options.overwrite) as target:

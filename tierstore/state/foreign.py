@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tierstore.errors import IncompleteError, UsageError
+from tierstore.errors import FormatError, IncompleteError, UsageError
 from tierstore.format.digest import DIGEST_NBYTES, block_count
 from tierstore.format.index import FileEntry, Index, TensorEntry, build_index, check_coverage
 from tierstore.format.objects import ObjectCodecs, TensorRef
@@ -17,7 +18,7 @@ from tierstore.state.foreign_dcp import METADATA, dcp_entries, dcp_tree, read_dc
 from tierstore.state.foreign_files import ForeignFiles, find_files
 from tierstore.state.foreign_places import Wherever
 from tierstore.state.foreign_reader import ForeignReader
-from tierstore.state.foreign_safetensors import choose_files, merge_headers, read_headers, read_weight_map
+from tierstore.state.foreign_safetensors import INDEX_SUFFIX, choose_files, merge_headers, read_headers, read_weight_map
 from tierstore.state.foreign_torch import read_saved, refuse
 from tierstore.state.lazy import Checkpoint
 from tierstore.storage.loop import EventLoop
@@ -30,6 +31,7 @@ Format = Literal["auto", "safetensors", "dcp", "torch"]
 
 _BLOCK_NBYTES = 1 << 20
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_NOT_OURS = "it is damaged, or no checkpoint: copy or download it again, and compare checksums with the source's"
 _BIN_INDEX = "pytorch_model.bin.index.json"
 
 
@@ -140,9 +142,18 @@ async def look_at(
         if shapes is not None:
             _compare(found, shapes)
         return found
-    except BaseException:
+    except BaseException as error:
         await files.storage.close()
+        if isinstance(error, FormatError):
+            raise _placed(error, files.uri) from error
         raise
+
+
+def _placed(error: FormatError, uri: str) -> FormatError:
+    """The same error, which says where the file is; the hint of our own formats, which `tierstore verify` can check, is not for these."""
+    message = error.message if uri in error.message else f"{uri}: {error.message}"
+    hint = _NOT_OURS if "tierstore verify" in error.hint else error.hint
+    return type(error)(message, hint=hint, **error.context)
 
 
 async def _kind(files: ForeignFiles) -> str:
@@ -167,7 +178,9 @@ async def _kind(files: ForeignFiles) -> str:
 async def _safetensors(files: ForeignFiles, *, proven: bool) -> Foreign:
     chosen, weight_map, index = await choose_files(files)
     if not chosen:
-        raise UsageError(f"{files.uri} holds no safetensors file", hint="name the folder, or the file itself")
+        several = sorted(name for name in files.infos if name.endswith(INDEX_SUFFIX))
+        found = f" of its own, but several index files: {', '.join(several[:6])}" if several else ""
+        raise UsageError(f"{files.uri} holds no safetensors file{found}", hint="name the folder, or the file itself")
     headers = await read_headers(files, chosen)
     entries = await asyncio.to_thread(merge_headers, files, headers, weight_map, index, proven=proven)
     sizes = {name: await files.nbytes(name) for name in chosen}
@@ -188,6 +201,8 @@ async def _torch(files: ForeignFiles, *, skip: bool) -> Foreign:
             await files.nbytes(name, index)
     elif "pytorch_model.bin" in names:
         names = ["pytorch_model.bin"]
+    if not names:
+        raise UsageError(f"{files.uri} holds no torch.save file ({', '.join(_TORCH_SUFFIXES)})", hint="name the file that is meant")
     if len(names) != 1 and not index:
         raise UsageError(f"{files.uri} holds several torch.save files: {', '.join(names[:6])}", hint="name the one that is meant")
     states = [await read_saved(files, name) for name in names]
@@ -261,8 +276,13 @@ def _indexed(entries: Sequence[TensorEntry], sizes: Mapping[str, int], files: Fo
 
 def _compare(found: Foreign, shapes: Mapping[str, Any]) -> None:
     """Proves that the checkpoint has what the caller knows that it should have."""
+    if not isinstance(shapes, Mapping):
+        raise UsageError(f"shapes is a {type(shapes).__name__}, not a mapping of names", hint="pass shapes=model.state_dict()")
     for name, given in shapes.items():
-        wanted = tuple(int(n) for n in getattr(given, "shape", given))
+        try:
+            wanted = tuple(operator.index(n) for n in getattr(given, "shape", given))
+        except TypeError as error:
+            raise UsageError(f"shapes: {name!r} is {given!r}, no shape", hint="pass shapes=model.state_dict(), or tuples") from error
         there = found.index.shape(name) if name in found.index else None
         if there != wanted:
             what = f"has the shape {list(there)}" if there is not None else "is in no file"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,7 +58,31 @@ async def read_dcp(files: ForeignFiles) -> DcpMetadata:
                 tensor=name,
                 file=item.file,
             )
+    await _check_claims(files, metadata)
     return metadata
+
+
+async def _check_claims(files: ForeignFiles, metadata: DcpMetadata) -> None:
+    """No file is said to hold more than it has: chunks are stored as they are, and what a lie would allocate is refused before."""
+    claimed: dict[str, int] = {}
+    counted: set[DcpItem] = set()
+    for name, tensor in metadata.tensors.items():
+        for chunk in tensor.chunks:
+            file = chunk.item.file
+            if chunk.item not in counted:
+                counted.add(chunk.item)
+                claimed[file] = claimed.get(file, 0) + _nbytes(tensor.dtype, chunk.sizes)
+            if claimed[file] > (nbytes := await files.nbytes(file)):
+                raise IncompleteError(
+                    f"{file} has {nbytes:,} bytes; {METADATA} claims {claimed[file]:,} bytes of tensors in it, up to {name[:200]!r}",
+                    hint="the file is from another save, or one of the two is damaged: copy the checkpoint again",
+                    tensor=name,
+                    file=file,
+                )
+
+
+def _nbytes(dtype: str, sizes: tuple[int, ...]) -> int:
+    return DTYPES[dtype].itemsize * math.prod(sizes)
 
 
 def dcp_entries(metadata: DcpMetadata) -> tuple[list[TensorEntry], dict[str, Wherever], dict[str, int]]:
@@ -68,9 +93,7 @@ def dcp_entries(metadata: DcpMetadata) -> tuple[list[TensorEntry], dict[str, Whe
     for name, tensor in metadata.tensors.items():
         extents = []
         for chunk in tensor.chunks:
-            nbytes = DTYPES[tensor.dtype].itemsize
-            for size in chunk.sizes:
-                nbytes *= size
+            nbytes = _nbytes(tensor.dtype, chunk.sizes)
             stored = f"{chunk.item.file}@{len(places)}"
             places[stored] = ItemPlace(name=name, dtype=tensor.dtype, sizes=chunk.sizes, item=chunk.item)
             sizes[stored] = nbytes

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tierstore.config_uris import normal_uri
 from tierstore.errors import IncompleteError, NotFoundError, StorageError, UsageError
-from tierstore.names import check_relative, plain_uri
+from tierstore.names import check_relative
 from tierstore.storage.contract import FileInfo, Listing, Storage
 from tierstore.storage.opening import open_storage
 from tierstore.tiers.together import together
@@ -95,9 +96,10 @@ async def find_files(uri: Any, options: Mapping[str, Any] | None = None) -> Fore
 
     Raises:
         NotFoundError: There is nothing.
+        UsageError: It is no path or URI, or one that holds credentials.
         ConfigError, StorageError: The storage can't be used.
     """
-    text = plain_uri(uri).rstrip("/") or "/"
+    text = normal_uri(uri)
     parent, _, name = text.rpartition("/")
     named = bool(name) and not _ROOT.fullmatch(parent + "/")
     if named and name.endswith(_FILE_SUFFIXES) and (found := await _one_file(text, parent, name, options)) is not None:
