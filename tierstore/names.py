@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import secrets
 from dataclasses import dataclass
@@ -219,7 +220,9 @@ def parse_reference(text: str) -> Reference:
         return Reference(run=run, selector="step", step=check_step(int(selector)))
     if selector == "latest" or (head in ("best", "tag") and argument):
         return Reference(run=run, selector=head, argument=argument)
+    selectors = {"latest": "latest", "best": "best:METRIC", "tag": "tag:TAG"}
+    near = difflib.get_close_matches(head, selectors, n=1)
     raise UsageError(
         f"{text!r} names no checkpoint",
-        hint="write RUN@12000, RUN@latest, RUN@best:METRIC or RUN@tag:TAG",
+        hint=f"did you mean {selectors[near[0]]}?" if near else "write RUN@12000, RUN@latest, RUN@best:METRIC or RUN@tag:TAG",
     )

@@ -172,7 +172,7 @@ def test_renaming_rules_change_the_index_and_no_byte(tmp_path: Path) -> None:
         store.adopt(folder, step=1, rename=str(rules)).wait("durable", 60)
         wanted = {"net.a": WHOLE["model.a"], "net.c": WHOLE["model.c"], "net.zero": WHOLE["model.zero"]}
         assert_bits(store.load(1), wanted)
-        assert shards_of(tmp_path / "far", 1)[0].read_bytes() == (folder / "model-00001-of-00002.safetensors").read_bytes()
+        assert shards_of(tmp_path / "shared", 1)[0].read_bytes() == (folder / "model-00001-of-00002.safetensors").read_bytes()
         store.adopt(tmp_path / "s.pt", step=2, rename=[{"match": r"model\.(.*)", "to": r"\1"}]).wait("durable", 60)
         loaded = store.load(2)
         assert torch.equal(loaded.pop("a"), torch.ones(2))
@@ -212,14 +212,14 @@ def test_what_can_t_be_taken_in_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_a_source_that_is_cut_off_while_it_is_read_commits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool) -> None:
     folder = hugging_face(tmp_path / "hf", PARTS)
     name = f"model-0000{1 if last else 2}-of-00002.safetensors"
-    plan = tierstore.store.plan_adoption  # type: ignore[attr-defined]
+    plan = tierstore.state.adopt.plan_adoption
 
     async def cut(*args: Any, **kwargs: Any) -> Any:
         adoption = await plan(*args, **kwargs)
         os.truncate(folder / name, (folder / name).stat().st_size - 8)
         return adoption
 
-    monkeypatch.setattr("tierstore.store.plan_adoption", cut)
+    monkeypatch.setattr("tierstore.state.adopt.plan_adoption", cut)
     store = opened(tmp_path, "shared")
     if last:
         ticket = store.adopt(folder, step=1)
@@ -269,12 +269,11 @@ def cli(root: Path, *args: str) -> Any:
 
 def test_the_verb_shows_what_it_would_do_does_it_and_says_so(tmp_path: Path) -> None:
     folder = hugging_face(tmp_path / "hf", PARTS)
-    opened(tmp_path, "node", "shared").close()
     shown = cli(tmp_path, "adopt", str(folder), "--step", "5", "-n")
     assert shown.exit_code == 0, shown.output
     assert "model-00001-of-00002.safetensors" in shown.output
     assert "would adopt" in shown.output
-    assert not list(tmp_path.rglob("step-*"))
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]  # no store was needed, and none was made
     told = cli(tmp_path, "adopt", str(folder), "--step", "5", "-n", "--json")
     lines = [json.loads(line) for line in told.stdout.splitlines()]
     assert [line["type"] for line in lines] == ["shard", "shard", "shard", "adoption"]
@@ -295,6 +294,24 @@ def test_the_verb_shows_what_it_would_do_does_it_and_says_so(tmp_path: Path) -> 
     assert refused.exit_code == 2
     assert "--skip-objects" in refused.output
     assert cli(tmp_path, "adopt", str(tmp_path / "s.pt"), "--step", "6", "--skip-objects").exit_code == 0
+
+
+@pytest.mark.parametrize("more", [[], ["-n"]])
+def test_adopting_without_a_run_says_how_to_name_one(tmp_path: Path, more: list[str]) -> None:
+    folder = hugging_face(tmp_path / "hf", PARTS)
+    told = CliRunner().invoke(app, ["adopt", str(folder), "--step", "5", "--tier", str(tmp_path / "node"), *more])
+    assert told.exit_code == 2
+    assert "--run RUN" in told.stderr
+
+
+def test_cat_writes_the_files_that_came_with_an_adopted_checkpoint(tmp_path: Path) -> None:
+    folder = hugging_face(tmp_path / "hf", PARTS)
+    assert cli(tmp_path, "adopt", str(folder), "--step", "5").exit_code == 0
+    written = cli(tmp_path, "cat", "r@5", "config.json")
+    assert written.exit_code == 0, written.output
+    assert written.stdout_bytes == (folder / "config.json").read_bytes()
+    assert "did you mean config.json" in cli(tmp_path, "cat", "r@5", "confg.json").stderr
+    assert "config.json" in [line.split()[0] for line in cli(tmp_path, "show", "r@5").stdout.splitlines() if line]
 
 
 def test_an_adopted_checkpoint_is_exported_as_it_came(tmp_path: Path) -> None:

@@ -130,6 +130,8 @@ def test_cat_writes_the_proved_bytes(saved: Path) -> None:
         (["cat", "@20", "manifset.json"], 4, "manifest.json"),
         (["show", "@tag:release/2"], 4, "release/1"),
         (["show", "sft@nonsense"], 2, "hint:"),
+        (["show", "sft@latets"], 2, "did you mean latest?"),
+        (["show", "sft@beast:val/loss"], 2, "did you mean best:METRIC?"),
         (["verify", "--read-data-subset", "8/7"], 2, "1/7"),
         (["verify", "--tier", "fra"], 2, "far"),
         (["ls", "--nonsense"], 2, "nonsense"),

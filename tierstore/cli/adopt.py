@@ -10,6 +10,8 @@ from rich.text import Text
 from tierstore.cli.export import storage_options
 from tierstore.cli.options import Cli
 from tierstore.cli.render import plain_table
+from tierstore.errors import UsageError
+from tierstore.storage.loop import EventLoop
 from tierstore.units import format_size
 
 if TYPE_CHECKING:
@@ -43,11 +45,16 @@ def adopt(
     """Take in a foreign checkpoint; safetensors files are taken as they are. -n only shows what it would become."""
     cli.refuse_names("adopt writes to the nearest tier and goes on from there")
     where: dict[str, Any] = {"options": storage_options(cli, source, option or []) or None, "format": format, "skip_objects": skip_objects}
+    config = cli.load()
+    if config.run is None:
+        raise UsageError(
+            "adopt needs the name of a run", hint="name it with --run RUN, or with run: in the configuration; it may be a new one"
+        )
     if cli.options.dry_run:
-        return _plan(cli, source, step, rename, where)
+        return _plan(cli, config.run, source, step, rename, where)
     from tierstore.store import Store  # torch: only the verbs that move tensors need it
 
-    with Store(cli.load(), clock=cli.clock) as store:
+    with Store(config, clock=cli.clock) as store:
         ticket = store.adopt(
             source, step=step, rename=rename, link=link, tags=tag, if_exists="supersede" if supersede else "refuse", **where
         )
@@ -59,22 +66,25 @@ def adopt(
     return 0
 
 
-def _plan(cli: Cli, source: str, step: int, rename: str | None, where: dict[str, Any]) -> int:
+def _plan(cli: Cli, run: str, source: str, step: int, rename: str | None, where: dict[str, Any]) -> int:
+    """Looks at the source only: the store need not be there yet."""
     from tierstore.state.adopt import plan_adoption
     from tierstore.state.foreign import look_at
 
-    with cli.session() as session:
-        foreign = session.run(look_at(source, where.pop("options"), **where))
+    loop = EventLoop()
+    try:
+        foreign = loop.run(look_at(source, where.pop("options"), **where))
         try:
-            adoption = session.run(plan_adoption(foreign, rename=rename))
+            adoption = loop.run(plan_adoption(foreign, rename=rename))
         finally:
-            session.run(foreign.close())
-        run = session.config.run or "RUN"
+            loop.run(foreign.close())
+    finally:
+        loop.close()
     _show(cli, adoption)
     cli.terminal.emit(
         {
             "type": "adoption",
-            "run": session.config.run,
+            "run": run,
             "step": step,
             "source": foreign.files.uri,
             "format": foreign.format,

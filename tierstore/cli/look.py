@@ -27,6 +27,7 @@ from tierstore.cli.render import (
 )
 from tierstore.clock import utc_text
 from tierstore.errors import NotFoundError, TierStoreError, UsageError
+from tierstore.format.companions import Companion, companions_in
 from tierstore.format.index import TensorEntry
 from tierstore.format.manifest import Manifest
 from tierstore.format.record import Record
@@ -150,6 +151,9 @@ def _show_files(cli: Cli, manifest: Manifest) -> None:
     for file in manifest.files:
         table.add_row(file.name, file.kind, format_size(file.nbytes), file.digest[:19] + "…")
         cli.terminal.emit({"type": "file", "name": file.name, "kind": file.kind, "nbytes": file.nbytes, "digest": file.digest})
+    for one in companions_in(manifest.facts).values():
+        table.add_row(one.name, "adopted", format_size(one.nbytes), f"in {one.file}")
+        cli.terminal.emit({"type": "adopted_file", "name": one.name, "nbytes": one.nbytes, "file": one.file})
     cli.terminal.show("", table)
 
 
@@ -225,7 +229,9 @@ def tensors(
 def cat(
     cli: Cli,
     ref: Ref,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="manifest.json, objects.json, index.safetensors, a shard …")],
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="manifest.json, objects.json, index.safetensors, a shard, an adopted config.json …")
+    ],
 ) -> int:
     """Write one file of a checkpoint to stdout, every byte proved against its digest."""
     cli.refuse_names("cat reads the nearest good copy")
@@ -233,13 +239,15 @@ def cat(
         raise UsageError(f"{file} is binary, and stdout is a terminal", hint=f"write it into a file: tierstore cat {ref} {file} > {file}")
     with cli.session() as session:
         replica = _open(session, ref)
-        names = [MANIFEST, *(f.name for f in replica.manifest.files)]
+        carried = companions_in(replica.manifest.facts)
+        names = [MANIFEST, *carried, *(f.name for f in replica.manifest.files)]
         if file not in names:
             near = difflib.get_close_matches(file, names, n=3, cutoff=0.4)
             hint = f"did you mean {' or '.join(near)}?" if near else f"its files are {', '.join(names[:6])}"
             raise NotFoundError(f"{replica.info.run}@{replica.info.step} has no file {file!r}", hint=hint, file=file)
         out = sys.stdout.buffer
-        for data in _file_bytes(session, replica, file):
+        own = file in (MANIFEST, *(f.name for f in replica.manifest.files))
+        for data in _file_bytes(session, replica, file) if own else [_carried_bytes(session, replica, carried[file])]:
             out.write(data)
         out.flush()
     return 0
@@ -261,6 +269,13 @@ def _file_bytes(session: Session, replica: Replica, name: str) -> Iterator[bytes
         piece = buffer[: min(_READ_NBYTES, record.nbytes - begin)]
         session.run(replica.read([Want(name, begin, piece)]))
         yield piece
+
+
+def _carried_bytes(session: Session, replica: Replica, one: Companion) -> bytes:
+    """An adopted file, as it came."""
+    from tierstore.state.passthrough import read_companion  # torch: only this file lies where tensors do
+
+    return read_companion(replica, session.run, one)
 
 
 def _shard_numbers(entry: TensorEntry) -> str:

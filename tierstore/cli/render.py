@@ -119,9 +119,11 @@ def catalog_summary(catalog: Catalog) -> Text:
 
 def catalog_legend(catalog: Catalog, pending: Sequence[Copy]) -> Text | None:
     """What the marks mean, for those that occur; None where there are none."""
-    states = {state for info in catalog.checkpoints for state in info.replicas.values()}
+    replicas = {info.attempt: info.replicas for info in catalog.checkpoints}  # rows of attempts that did not commit have no marks
+    states = {state for row in replicas.values() for state in row.values()}
+    awaited = any(c.attempt in replicas and c.tier not in replicas[c.attempt] for c in pending)
     used: dict[str, str] = {}
-    for state in [*states, *(["pending"] if pending else [])]:
+    for state in [*states, *(["pending"] if awaited else [])]:
         mark, _, meaning = TIER_MARKS[state]
         if mark:
             used[mark] = meaning

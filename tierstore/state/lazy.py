@@ -127,7 +127,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
         Raises:
             NotFoundError: There is none; the nearest names are suggested.
+            UsageError: `name` is no text.
         """
+        if not isinstance(name, str):
+            raise UsageError(f"a checkpoint's tensors have names, not {name!r}", hint="index the tensor: checkpoint['NAME'][0]")
         return LazyTensor(self.replica.index.find(name), self.replica, self._run)
 
     def __contains__(self, name: object) -> bool:

@@ -195,6 +195,13 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
         Checkpoint(staged({"model": {"layers.0.weight": torch.ones(1)}}), run)["model.layer.0.weight"]
 
 
+def test_a_checkpoint_is_indexed_by_names_alone() -> None:
+    checkpoint: Any = Checkpoint(staged({"t": torch.ones(2)}), run)
+    with pytest.raises(UsageError, match="names, not 0"):
+        checkpoint[0]
+    assert 0 not in checkpoint
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 def test_objects_are_the_state_without_its_values() -> None:
     net = torch.nn.Linear(2, 2)
