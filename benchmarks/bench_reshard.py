@@ -1,9 +1,10 @@
 """Loading another layout: bytes fetched for the bytes needed, requests and time, for row, column and 2-D slices of one checkpoint.
 
-Four ranks save four matrices by rows. One rank of eight then loads its rows, its columns, or its cell of a 2 x 4 grid: from a local
-directory, and from a real S3 server behind 20 ms of latency for each request. Then four ranks load their columns from S3 together. The
-peers are stock DCP, Hugging Face's reader of it, and s3torchconnector; they load the same chunks into the same DTensors, through readers
-made anew each time.
+Four matrices are saved by four ranks by rows, and again whole by one (as DDP does, and as Hugging Face files are). One rank of eight then
+loads its rows, its columns, or its cell of a 2 x 4 grid: from a local directory, from a real S3 server behind 20 ms of latency for each
+request, and from one that besides gives each connection 80 MB/s, which is what S3 looks like from one machine. Then four ranks load
+their columns together. The peers are stock DCP, Hugging Face's reader of it, and s3torchconnector; they load the same chunks into the
+same DTensors, through readers made anew each time.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from tierstore.format.digest import BLOCK_NBYTES
 from tierstore.testing.servers import embedded_server
 from tierstore.units import format_size
 
-RANKS, TENSORS, LATENCY_S = 4, 4, 0.020
+RANKS, TENSORS, LATENCY_S, CONNECTION_RATE = 4, 4, 0.020, 80e6
+SAVED = {"rows": f"saved by {RANKS} ranks by rows", "whole": "saved whole by one rank"}
 LAYOUTS = {
     "rows, Shard(0) of 8": ((8,), [Shard(0)]),
     "columns, Shard(1) of 8": ((8,), [Shard(1)]),
@@ -48,6 +50,7 @@ LAYOUTS = {
 }
 OURS = "tierstore, every block proved"
 FAR = f"S3, {LATENCY_S * 1000:.0f} ms for each request"
+FARS = {FAR: None, f"{FAR}, {CONNECTION_RATE / 1e6:.0f} MB/s for each connection": CONNECTION_RATE}
 
 
 def main() -> None:
@@ -60,31 +63,25 @@ def main() -> None:
         os.environ.update(AWS_ACCESS_KEY_ID=options["key"], AWS_SECRET_ACCESS_KEY=options["secret"], AWS_EC2_METADATA_DISABLED="true")
         with_ranks(save_rank, root, options, side)
         dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=8)
-        print(f"{TENSORS} float32 tensors of {side} x {side}, saved by {RANKS} ranks by rows; rank 2 of 8 loads its part; {server.kind}")
-        with far_away(options["endpoint_url"], LATENCY_S) as (endpoint_url, counts):
-            far = {**options, "endpoint_url": endpoint_url}
-            tier = {"name": "object", "uri": "s3://bench/ours", "options": far}
-            with (
-                tierstore.open({"run": "bench", "tiers": [str(root / "ours")]}, rank=0, world_size=1) as near_store,
-                tierstore.open({"run": "bench", "tiers": [tier]}, rank=0, world_size=1) as far_store,
-            ):
-                local = Bench(
-                    where="a local directory, in the page cache",
-                    peers={
-                        OURS: lambda into: near_store.load(into=into),
-                        "DCP FileSystemReader, no check": lambda into: load(into, dcp.FileSystemReader(root / "dcp")),
-                        "DCP HuggingFaceStorageReader (mapped), no check": lambda into: load(
-                            into, HuggingFaceStorageReader(str(shards_of(root / "ours")))
-                        ),
-                    },
-                    counters=local_counters,
-                )
-                remote = Bench(where=FAR, peers=far_peers(far_store, far), counters=counts.read)
-                for bench in (local, remote):
-                    for name, (mesh, placements) in LAYOUTS.items():
-                        bench.run(name, side, mesh, placements, args.repeat)
-            dist.destroy_process_group()
-            with_ranks(load_rank, far, side, args.repeat, counts)
+        print(f"{TENSORS} float32 tensors of {side} x {side}; rank 2 of 8 loads its part; {server.kind}")
+        for saved, how in SAVED.items():
+            print(f"\n==== {how}")
+            with near_peers(root, saved) as peers:
+                bench_all(Bench(where="a local directory, in the page cache", peers=peers, counters=local_counters), side, args.repeat)
+            for where, rate in FARS.items():
+                with far_away(options["endpoint_url"], LATENCY_S, rate) as (endpoint_url, counts):
+                    with far_peers(saved, {**options, "endpoint_url": endpoint_url}, world_size=1) as peers:
+                        bench_all(Bench(where=where, peers=peers, counters=counts.read), side, args.repeat)
+        dist.destroy_process_group()
+        print("\n==== together")
+        for where, rate in FARS.items():
+            with far_away(options["endpoint_url"], LATENCY_S, rate) as (endpoint_url, counts):
+                with_ranks(load_rank, {**options, "endpoint_url": endpoint_url}, where, side, args.repeat, counts)
+
+
+def bench_all(bench: Bench, side: int, repeat: int) -> None:
+    for name, (mesh, placements) in LAYOUTS.items():
+        bench.run(name, side, mesh, placements, repeat)
 
 
 # ---- the measurements
@@ -149,21 +146,37 @@ def load(into: Any, reader: Any) -> None:
     dcp.load(into, storage_reader=reader, no_dist=True)
 
 
-def far_peers(store: tierstore.Store, options: dict[str, Any]) -> dict[str, Callable[[Any], object]]:
-    return {
-        OURS: lambda into: store.load(into=into),
-        "DCP FsspecReader (s3fs), no check": lambda into: load(into, FsspecReader("s3://bench/dcp", **for_s3fs(options))),
-        "s3torchconnector S3StorageReader, no check": lambda into: load(into, s3torchconnector_reader(options["endpoint_url"])),
-    }
+@contextmanager
+def near_peers(root: Path, saved: str) -> Iterator[dict[str, Callable[[Any], object]]]:
+    shards = next((root / "ours").rglob(f"{saved}/step-*"))
+    with tierstore.open({"run": saved, "tiers": [str(root / "ours")]}, rank=0, world_size=1) as store:
+        yield {
+            OURS: lambda into: store.load(into=into),
+            "DCP FileSystemReader, no check": lambda into: load(into, dcp.FileSystemReader(root / f"dcp-{saved}")),
+            "DCP HuggingFaceStorageReader (mapped), no check": lambda into: load(into, HuggingFaceStorageReader(str(shards))),
+        }
 
 
-def s3torchconnector_reader(endpoint_url: str) -> Any:
+@contextmanager
+def far_peers(saved: str, options: dict[str, Any], *, world_size: int) -> Iterator[dict[str, Callable[[Any], object]]]:
+    tier = {"name": "object", "uri": "s3://bench/ours", "options": options}
+    rank = dist.get_rank() if world_size > 1 else 0
+    uri = f"s3://bench/dcp-{saved}"
+    with tierstore.open({"run": saved, "tiers": [tier]}, rank=rank, world_size=world_size) as store:
+        yield {
+            OURS: lambda into: store.load(into=into),
+            "DCP FsspecReader (s3fs), no check": lambda into: load(into, FsspecReader(uri, **for_s3fs(options))),
+            "s3torchconnector S3StorageReader, no check": lambda into: load(into, s3torchconnector_reader(uri, options["endpoint_url"])),
+        }
+
+
+def s3torchconnector_reader(uri: str, endpoint_url: str) -> Any:
     from s3torchconnector import S3ClientConfig
     from s3torchconnector._s3client import S3Client
     from s3torchconnector.dcp import S3StorageReader
     from s3torchconnector.dcp.s3_file_system import S3FileSystem
 
-    reader = S3StorageReader("us-east-1", "s3://bench/dcp")
+    reader = S3StorageReader("us-east-1", uri)
     # Its public constructor takes no endpoint: the file system beneath does, through its client.
     client = S3Client("us-east-1", endpoint=endpoint_url, s3client_config=S3ClientConfig(force_path_style=True))
     reader.fs = S3FileSystem("us-east-1", s3_client=client, reader_constructor=reader._reader_constructor)
@@ -218,22 +231,26 @@ def save_rank(rank: int, root: Path, options: dict[str, Any], side: int) -> None
     mesh = init_device_mesh("cpu", (RANKS,))
     rows = side // RANKS
     state = {f"t{i}": DTensor.from_local(value(i, side)[rank * rows : (rank + 1) * rows].clone(), mesh, [Shard(0)]) for i in range(TENSORS)}
+    save_everywhere(state, "rows", root, options, rank=rank, world_size=RANKS)
+    if rank == 0:
+        whole = {f"t{i}": value(i, side) for i in range(TENSORS)}
+        save_everywhere(whole, "whole", root, options, rank=0, world_size=1)
+
+
+def save_everywhere(state: Any, saved: str, root: Path, options: dict[str, Any], *, rank: int, world_size: int) -> None:
     for tier in (str(root / "ours"), {"name": "object", "uri": "s3://bench/ours", "options": options}):
-        with tierstore.open({"run": "bench", "tiers": [tier]}, rank=rank, world_size=RANKS) as store:
+        with tierstore.open({"run": saved, "tiers": [tier]}, rank=rank, world_size=world_size) as store:
             store.save(1, state).wait("committed", timeout=600)
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(root / "dcp"))
-    dcp.save(state, storage_writer=FsspecWriter("s3://bench/dcp", **for_s3fs(options)))
+    alone = world_size == 1
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(root / f"dcp-{saved}"), no_dist=alone)
+    dcp.save(state, storage_writer=FsspecWriter(f"s3://bench/dcp-{saved}", **for_s3fs(options)), no_dist=alone)
 
 
-def load_rank(rank: int, options: dict[str, Any], side: int, repeat: int, counts: Counts) -> None:
-    tier = {"name": "object", "uri": "s3://bench/ours", "options": options}
-    with tierstore.open({"run": "bench", "tiers": [tier]}, rank=rank, world_size=RANKS) as store:
-        bench = Bench(where=FAR, peers=far_peers(store, options), counters=counts.read)
-        bench.run(f"columns, Shard(1), all {RANKS} ranks at once", side, (RANKS,), [Shard(1)], repeat)
-
-
-def shards_of(folder: Path) -> Path:
-    return next(path.parent for path in folder.rglob("shard-00000-*.safetensors"))
+def load_rank(rank: int, options: dict[str, Any], where: str, side: int, repeat: int, counts: Counts) -> None:
+    for saved, how in SAVED.items():
+        with far_peers(saved, options, world_size=RANKS) as peers:
+            bench = Bench(where=f"{where}; {how}", peers=peers, counters=counts.read)
+            bench.run(f"columns, Shard(1), all {RANKS} ranks at once", side, (RANKS,), [Shard(1)], repeat)
 
 
 def for_s3fs(options: dict[str, Any]) -> dict[str, Any]:
@@ -269,12 +286,13 @@ class Counts:
 
 
 @contextmanager
-def far_away(endpoint_url: str, latency_s: float) -> Iterator[tuple[str, Counts]]:
-    """A proxy with latency, in a process of its own: it must not compete with the client for an interpreter."""
+def far_away(endpoint_url: str, latency_s: float, connection_rate: float | None) -> Iterator[tuple[str, Counts]]:
+    """A proxy with latency (and so many bytes a second for each connection), in a process of its own: it must not compete with the client
+    for an interpreter."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     counts = Counts()
-    process = context.Process(target=serve_proxy, args=(endpoint_url, latency_s, there, counts), daemon=True)
+    process = context.Process(target=serve_proxy, args=(endpoint_url, latency_s, connection_rate, there, counts), daemon=True)
     process.start()
     try:
         yield here.recv(), counts
@@ -283,7 +301,7 @@ def far_away(endpoint_url: str, latency_s: float) -> Iterator[tuple[str, Counts]
         process.join(10)
 
 
-def serve_proxy(endpoint_url: str, latency_s: float, link: Connection, counts: Counts) -> None:
+def serve_proxy(endpoint_url: str, latency_s: float, connection_rate: float | None, link: Connection, counts: Counts) -> None:
     """Adds latency and nothing else: answers are spliced through the kernel. (`testing.LatencyProxy` reads what it passes on, which
     takes a core and more time than its latency when it must pass on hundreds of MiB.)"""
     there = urlsplit(endpoint_url)
@@ -298,9 +316,13 @@ def serve_proxy(endpoint_url: str, latency_s: float, link: Connection, counts: C
     def answer(client: socket.socket, server: socket.socket) -> None:
         out, into = os.pipe()
         fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, 1 << 20)
+        free = 0.0
         try:
             while got := os.splice(server.fileno(), into, 1 << 20):
                 counts.add(0, got)
+                if connection_rate is not None:
+                    free = max(free, time.monotonic()) + got / connection_rate
+                    time.sleep(max(0.0, free - time.monotonic()))
                 while got:
                     got -= os.splice(out, client.fileno(), got)
         except OSError:
