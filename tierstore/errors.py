@@ -244,3 +244,8 @@ class PartialError(TierStoreError, RuntimeError):
 
     kind = "partial"
     exit_code = 3
+
+
+def reason_of(error: BaseException) -> str:
+    """`error` as the reason of another one, in a message: ``Kind: what happened``, without its hint. Not in `__all__`: no error."""
+    return f"{type(error).__name__}: {error.message if isinstance(error, TierStoreError) else error}"

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from tierstore.clock import Clock, SystemClock
 from tierstore.config import StoreConfig, load_config
-from tierstore.errors import ClosedError, TierStoreError, UsageError
+from tierstore.errors import ClosedError, TierStoreError, UsageError, reason_of
 from tierstore.format.objects import ObjectCodecs
 from tierstore.names import Attempt, Reference, check_run, check_step, later_save_id, parse_reference
 from tierstore.state.adopt import adopt_foreign
@@ -219,7 +219,7 @@ class Store:
 
     def _give_up(self, attempt: Attempt, error: BaseException) -> None:
         try:
-            self.condemn(attempt, f"rank {self.rank} could not save its part: {type(error).__name__}: {error}")
+            self.condemn(attempt, f"rank {self.rank} could not save its part: {reason_of(error)}")
         except TierStoreError as failure:  # the caller's error is the one to raise; the others hear of it after save.commit_timeout
             log.error("checkpoint=%s can't be condemned: %s", attempt.folder, failure.message)
 
@@ -238,7 +238,18 @@ class Store:
             if self._ranks is None:
                 timeout_s = self.config.save.agreement_timeout_s
                 self._ranks = ranks_of(self._process_group, rank=self.rank, world_size=self.world_size, deadline_s=timeout_s)
-            return self._ranks
+            ranks = self._ranks
+        ranks.check_same(self._opened())
+        return ranks
+
+    def _opened(self) -> dict[str, Any]:
+        """What all ranks of a store have in common; a node's tiers are its own."""
+        return {
+            "the run": self.run,
+            "the store's id": self._session.tiers.store_id,
+            "the list of shared tiers": self._shared_tiers(),
+            "the tier that counts as durable": self.config.durable_tier.name,
+        }
 
     def adopt(
         self,

@@ -27,10 +27,10 @@ from tierstore.dcp.orders import Orders, check_same, check_written, whole_plan, 
 from tierstore.dcp.own import own_state
 from tierstore.dcp.place import Place, moved, place_of
 from tierstore.dcp.stores import Key, WriterStore, close_stores, shared_store
-from tierstore.errors import DeadlineError, SaveError, TierStoreError, UsageError
+from tierstore.errors import DeadlineError, SaveError, TierStoreError, UsageError, reason_of
 from tierstore.format.objects import ObjectCodecs
 from tierstore.names import shard_name
-from tierstore.state.agreement import Agreement
+from tierstore.state.agreement import Agreement, telling
 from tierstore.state.codecs import default_codecs
 from tierstore.store import Store
 from tierstore.tier_uri import is_tier_uri
@@ -249,7 +249,7 @@ class TierStorageWriter(StorageWriter, AsyncStager):
         save.orders = orders
         what = f"the save of step {orders.attempt.step} of run {orders.attempt.run!r}"
         agreement = _agreement(orders, save.place.config.save.agreement_timeout_s)
-        with _telling(agreement, what):
+        with telling(agreement, what):
             check_same(save.place, orders)
             store = self._store(save.place, orders.rank, orders.world_size)
             plan = whole_plan(plan, planner, orders)
@@ -270,11 +270,11 @@ class TierStorageWriter(StorageWriter, AsyncStager):
         what: str,
     ) -> Ticket:
         codecs = self._codecs or default_codecs()
-        with _telling(agreement, what):
+        with telling(agreement, what):
             own = own_state(planner, plan, save.local)
             prints = own.fingerprints() if agreement is not None else {}
         different = frozenset[str]() if agreement is None else differing(agreement, what, prints)
-        with _telling(agreement, what):
+        with telling(agreement, what):
             share = own.share(rank=orders.rank, differing=different, codecs=codecs)
             staged = store.store.stage_chunks(share.chunks, objects=share.objects, aliases=share.aliases)
             ticket = store.submit(orders.attempt, staged, metrics=self.metrics, tags=self.tags, final=self.final)
@@ -294,9 +294,8 @@ class TierStorageWriter(StorageWriter, AsyncStager):
         except Exception as error:
             store.told(orders.attempt)
             if orders.rank == 0 and (late or not isinstance(error, DeadlineError)):
-                reason = error.message if isinstance(error, TierStoreError) else f"{type(error).__name__}: {error}"
                 try:
-                    store.store.condemn(orders.attempt, f"a rank failed to write: {reason}")
+                    store.store.condemn(orders.attempt, f"a rank failed to write: {reason_of(error)}")
                 except TierStoreError as further:
                     log.warning("run=%s step=%d can't be condemned: %s", orders.attempt.run, orders.attempt.step, further.message)
             raise
@@ -306,17 +305,6 @@ def _agreement(orders: Orders, deadline_s: float) -> Agreement | None:
     if orders.world_size == 1:
         return None
     return Agreement.named(orders.attempt.save_id, rank=orders.rank, world_size=orders.world_size, deadline_s=deadline_s)
-
-
-@contextlib.contextmanager
-def _telling(agreement: Agreement | None, what: str) -> Iterator[None]:
-    """An error of this rank reaches the others, who would wait for it else."""
-    try:
-        yield
-    except Exception as error:
-        if agreement is not None:
-            agreement.tell(what, error)
-        raise
 
 
 def _wait_staged(ticket: Ticket, *, patience_s: float, timeout_s: float) -> None:
@@ -340,9 +328,8 @@ def _wait_staged(ticket: Ticket, *, patience_s: float, timeout_s: float) -> None
             refused_at = time.monotonic()
         if refused_at is not None and time.monotonic() - refused_at > patience_s:
             reason = ticket.errors[-1]
-            text = reason.message if isinstance(reason, TierStoreError) else str(reason)
             raise SaveError(
-                f"no tier has taken step {ticket.attempt.step} of run {ticket.attempt.run!r} for {patience_s:g} s: {text}",
+                f"no tier has taken step {ticket.attempt.step} of run {ticket.attempt.run!r} for {patience_s:g} s: {reason_of(reason)}",
                 hint="bring a tier back or free space on one, and save again; save.patience is how long a save waits",
                 run=ticket.attempt.run,
                 step=ticket.attempt.step,

@@ -11,16 +11,16 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tierstore.errors import DeadlineError, RankError, TierStoreError, UsageError
+from tierstore.errors import DeadlineError, RankError, TierStoreError, UsageError, reason_of
 
-__all__ = ["Agreement", "group_of"]
+__all__ = ["Agreement", "group_of", "telling"]
 
 Combine = Callable[[Sequence[bytes]], bytes]
 
@@ -103,12 +103,11 @@ class Agreement:
     def tell(self, what: str, error: BaseException) -> None:
         """As `fail`, but raises nothing, and waits for nobody: for any error of this rank that the others are to hear of."""
         asked, self._asked = self._asked, self._asked + 1
-        text = f"{type(error).__name__}: {error.message if isinstance(error, TierStoreError) else error}"
         with contextlib.suppress(TierStoreError):  # where the others can't be reached any more, this rank's own error is the one to raise
             if self.rank == 0:
-                self._put(f"{asked}/all", self._failed(what, [0], text)[0])
+                self._put(f"{asked}/all", self._failed(what, [0], reason_of(error))[0])
             else:
-                self._put(f"{asked}/{self.rank}", b"-" + text.encode())
+                self._put(f"{asked}/{self.rank}", b"-" + reason_of(error).encode())
 
     def place(self, name: str) -> Any:
         """A part of the rendezvous store for those ranks that say the same `name` until the next question: for a group that they make."""
@@ -207,6 +206,17 @@ class Agreement:
         for key in [f"{asked}/all", *(f"{asked}/{rank}" for rank in range(1, self.world_size))]:
             with contextlib.suppress(RuntimeError):  # what can't be deleted only takes room; FileStore keeps it
                 self._store.delete_key(key)
+
+
+@contextlib.contextmanager
+def telling(agreement: Agreement | None, what: str) -> Iterator[None]:
+    """Around what may fail on this rank alone: the others hear of it in their next question, and raise too. None: a process alone."""
+    try:
+        yield
+    except BaseException as error:
+        if agreement is not None:
+            agreement.tell(what, error)
+        raise
 
 
 def group_of(group: Any) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from tierstore.errors import IntegrityError, NotFoundError, RankError, StorageError, TierStoreError
+from tierstore.errors import IntegrityError, NotFoundError, RankError, StorageError, TierStoreError, reason_of
 from tierstore.format.digest import DIGEST_NBYTES, bad_blocks, block_digests
 from tierstore.state.agreement import Agreement
 from tierstore.state.bits import memory_of
@@ -83,8 +83,7 @@ class Exchange:
         if self._met or not isinstance(error, Exception):
             return
         self._met = True
-        text = error.message if isinstance(error, TierStoreError) else str(error)
-        told = {"error": f"{type(error).__name__}: {text}"[:4000], "damage": isinstance(error, IntegrityError)}
+        told = {"error": reason_of(error)[:4000], "damage": isinstance(error, IntegrityError)}
         with contextlib.suppress(TierStoreError):  # this rank's own error is the one to raise
             self._agreement.agree(self._what, _FAILED + json.dumps(told).encode(), _pack)
 

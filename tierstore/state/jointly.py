@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from tierstore.errors import IntegrityError, RankError, StateMismatchError, TierStoreError
+from tierstore.errors import IntegrityError, RankError, StateMismatchError, TierStoreError, reason_of
 from tierstore.state.agreement import Agreement
 
 __all__ = ["Heard", "asked_by_none", "jointly", "time_to_read"]
@@ -66,9 +66,8 @@ def jointly(
         told: dict[str, object] = {"flag": flag(result), "most": most(result)}
     except Exception as caught:  # noqa: BLE001 - a boundary: told to the others, then raised
         error = caught
-        text = caught.message if isinstance(caught, TierStoreError) else str(caught)
         kinds = {"damage": isinstance(caught, IntegrityError), "heard": isinstance(caught, RankError)}
-        told = {"error": f"{type(caught).__name__}: {text}"[:4000], **kinds}
+        told = {"error": reason_of(caught)[:4000], **kinds}
     verdict = json.loads(ranks.agree(what, json.dumps(told).encode(), _combine))
     failed = verdict["failed"]
     if error is not None and (verdict["damage"] == isinstance(error, IntegrityError)):

@@ -7,15 +7,16 @@ says so, and every rank raises: nothing is half submitted. `state.ownership` has
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
 
 from tierstore.errors import UsageError
-from tierstore.state.agreement import Agreement, group_of
+from tierstore.state.agreement import Agreement, group_of, telling
 from tierstore.state.fingerprint import fingerprints
 from tierstore.state.flatten import FlatState
 from tierstore.state.ownership import Agreed, Ownership
@@ -40,6 +41,23 @@ class Ranks:
         self.members = tuple(members)
         self._known: OrderedDict[bytes, tuple[int, Agreed]] = OrderedDict()
         self._count = 0
+        self._same = False
+        self._comparing = threading.Lock()
+
+    def check_same(self, opened: Mapping[str, Any]) -> None:
+        """Proves once, before the first thing that the ranks do together, that all of them have opened the same store.
+
+        Args:
+            opened: What has to be the same on all ranks (JSON), e.g. the run's name.
+
+        Raises:
+            UsageError: A rank differs; says in what. A RankError on other ranks than 0.
+            RankError, DeadlineError: A rank failed, or is missing; named.
+        """
+        with self._comparing:
+            if not self._same:
+                self.agreement.agree("opening the store on all ranks", json.dumps(opened).encode(), _all_same)
+                self._same = True
 
     def known(self, signature: bytes) -> tuple[int, Agreed | None]:
         """What was agreed for a table of this rank, and the agreement's number; 0 if nothing was."""
@@ -59,6 +77,20 @@ class Ranks:
         """On rank 0: a number that no agreed table has had."""
         self._count += 1
         return self._count
+
+
+def _all_same(values: Sequence[bytes]) -> bytes:
+    told = [json.loads(value) for value in values]
+    for rank, other in enumerate(told):
+        if apart := [
+            f"{key} is {other.get(key)!r} there and {value!r} on rank 0" for key, value in told[0].items() if other.get(key) != value
+        ]:
+            raise UsageError(
+                f"rank {rank} has opened another store than rank 0: {'; '.join(apart)}",
+                hint="start all ranks with the same configuration, run and environment (TIERSTORE_CONFIG, TIERSTORE_RUN)",
+                ranks=[rank],
+            )
+    return b""
 
 
 def rank_and_size(rank: int | None, world_size: int | None, process_group: Any = None) -> tuple[int, int]:
@@ -119,14 +151,9 @@ class JointSave:
         self.under_way = False
         """Whether all ranks were `ready`: from here on the others go on whatever happens on this one."""
 
-    @contextmanager
-    def telling(self) -> Iterator[None]:
+    def telling(self) -> AbstractContextManager[None]:
         """Around what may fail on this rank alone: the others hear of it in the next question, and raise too."""
-        try:
-            yield
-        except BaseException as error:
-            self._agreement.tell(self._what, error)
-            raise
+        return telling(self._agreement, self._what)
 
     def settle(self, flat: FlatState) -> Ownership:
         """Agrees on the save id and on who writes what.

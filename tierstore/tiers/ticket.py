@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from tierstore.clock import Clock, SystemClock
-from tierstore.errors import DeadlineError, SaveError, TierStoreError, UsageError
+from tierstore.errors import DeadlineError, SaveError, TierStoreError, UsageError, reason_of
 from tierstore.names import Attempt
 
 __all__ = ["LEVELS", "Ticket", "TicketEvent"]
@@ -180,8 +180,8 @@ class Ticket:
     def _deadline_error(self, level: str, timeout: float) -> DeadlineError:
         reached = [name for name in self._levels if name in self._reached]
         pending = [name for name in self._levels if name not in self._reached and name not in self._failed]
-        last = next((e for e in reversed(self._events) if e.error is not None), None)
-        trouble = f"; last error on the way to {last.level}: {_first_line(last.error)}" if last is not None else ""
+        told = (f"; last error on the way to {e.level}: {reason_of(e.error)}" for e in reversed(self._events) if e.error is not None)
+        trouble = next(told, "")
         return DeadlineError(
             f"step {self.attempt.step} of run {self.attempt.run!r} did not reach {level!r} within {timeout:g} s: "
             f"reached {', '.join(reached) or 'nothing'}, pending {', '.join(pending)}{trouble}",
@@ -193,14 +193,9 @@ class Ticket:
 
     def _save_error(self, level: str, failure: Exception) -> SaveError:
         return SaveError(
-            f"step {self.attempt.step} of run {self.attempt.run!r} will not reach {level!r}: {_first_line(failure)}",
+            f"step {self.attempt.step} of run {self.attempt.run!r} will not reach {level!r}: {reason_of(failure)}",
             hint=failure.hint if isinstance(failure, TierStoreError) else "",
             run=self.attempt.run,
             step=self.attempt.step,
             level=level,
         )
-
-
-def _first_line(error: Exception | None) -> str:
-    text = error.message if isinstance(error, TierStoreError) else str(error)
-    return f"{type(error).__name__}: {text}"
