@@ -35,7 +35,7 @@ def truth(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 class MemoryReader:
-    """One rank's view of the checkpoint; see `tierstore.state.exchange.SharedReader`.
+    """One rank's view of the checkpoint; see `tierstore.state.exchange.exchange.SharedReader`.
 
     Args:
         tensors: The truth.

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from tierstore.config import StoreConfig, load_config
     from tierstore.errors import TierStoreError
     from tierstore.format.objects import ObjectCodecs
-    from tierstore.state.export import Exported, ExportOptions
-    from tierstore.state.foreign import open_foreign
+    from tierstore.state.export.exporting import Exported, ExportOptions
+    from tierstore.state.foreign.opening import open_foreign
     from tierstore.state.lazy import Checkpoint, LazyTensor
     from tierstore.state.load import LoadOptions
     from tierstore.state.rank_values import RankValues, keep_modulo, keep_rank_0, require_same
@@ -46,8 +46,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Checkpoint": "tierstore.state.lazy",
-    "ExportOptions": "tierstore.state.export",
-    "Exported": "tierstore.state.export",
+    "ExportOptions": "tierstore.state.export.exporting",
+    "Exported": "tierstore.state.export.exporting",
     "LazyTensor": "tierstore.state.lazy",
     "LoadOptions": "tierstore.state.load",
     "ObjectCodecs": "tierstore.format.objects",
@@ -60,7 +60,7 @@ _HOMES = {
     "keep_rank_0": "tierstore.state.rank_values",
     "load_config": "tierstore.config",
     "open": "tierstore.store",
-    "open_foreign": "tierstore.state.foreign",
+    "open_foreign": "tierstore.state.foreign.opening",
     "require_same": "tierstore.state.rank_values",
 }
 

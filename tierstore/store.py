@@ -19,9 +19,9 @@ from tierstore.state.adopt import adopt_foreign
 from tierstore.state.agreement import Agreement
 from tierstore.state.candidates import info_of, same_facts
 from tierstore.state.codecs import default_codecs
-from tierstore.state.export import Exported, ExportOptions
+from tierstore.state.export.exporting import Exported, ExportOptions
 from tierstore.state.facts import facts_of
-from tierstore.state.foreign import Format, look_at
+from tierstore.state.foreign.opening import Format, look_at
 from tierstore.state.image import ImagePool
 from tierstore.state.jointly import jointly
 from tierstore.state.lazy import Checkpoint

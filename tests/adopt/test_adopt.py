@@ -23,7 +23,7 @@ from tierstore.cli.main import app
 from tierstore.crashpoints import CRASH_EXIT
 from tierstore.errors import IncompleteError, NotFoundError, SaveError, TierFullError, UnsupportedTypeError, UsageError
 from tierstore.format.index import check_coverage
-from tierstore.state.export import ExportOptions
+from tierstore.state.export.exporting import ExportOptions
 from tierstore.state.passthrough import companions_of, read_companion
 from tierstore.storage import _clone
 from tierstore.testing.equality import assert_same_state

@@ -14,7 +14,7 @@ from ranks_kit import run_ranks
 from safetensors.torch import load_file
 
 import tierstore
-from tierstore.state.export import ExportOptions
+from tierstore.state.export.exporting import ExportOptions
 from tierstore.state.passthrough import companions_of
 from tierstore.storage.loop import EventLoop
 from tierstore.storage.opening import open_storage

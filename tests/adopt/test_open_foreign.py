@@ -247,8 +247,8 @@ def test_a_slice_reads_only_its_rows(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_transposed_tensor_beyond_the_budget_is_put_in_order_slab_by_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierstore.state.foreign_reader.BUDGET_NBYTES", 1000)
-    monkeypatch.setattr("tierstore.state.foreign_reader._SLAB_NBYTES", 4000)
+    monkeypatch.setattr("tierstore.state.foreign.reader.BUDGET_NBYTES", 1000)
+    monkeypatch.setattr("tierstore.state.foreign.reader._SLAB_NBYTES", 4000)
     tensors = {
         "t": torch.randn(40, 50).t(),
         "channels_last": torch.randn(3, 4, 5, 6).contiguous(memory_format=torch.channels_last),
@@ -295,6 +295,11 @@ def test_objects_of_foreign_classes_are_refused_by_place_or_left_out(tmp_path: P
 def test_what_is_there_is_told_where_it_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no files"):
         tierstore.open_foreign(tmp_path / "nothing")
+    (tmp_path / "outer" / "inner").mkdir(parents=True)
+    (tmp_path / "outer" / "inner" / "notes.txt").write_text("x")
+    with pytest.raises(NotFoundError, match="it has the folders inner") as caught:
+        tierstore.open_foreign(tmp_path / "outer")
+    assert str(tmp_path / "outer" / "inner") in str(caught.value.hint)
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(UsageError, match="no checkpoint that is known"):
         tierstore.open_foreign(tmp_path)

@@ -16,9 +16,9 @@ from export_kit import assert_tensors, saved, stored
 from safetensors.torch import load as load_bytes
 
 from tierstore.errors import UsageError
-from tierstore.state.export import ExportOptions
-from tierstore.state.export_plan import boxes_of_range
-from tierstore.state.export_source import WindowSource
+from tierstore.state.export.exporting import ExportOptions
+from tierstore.state.export.plan import boxes_of_range
+from tierstore.state.export.source import WindowSource
 from tierstore.storage.loop import EventLoop
 from tierstore.storage.opening import open_storage
 
@@ -27,7 +27,7 @@ MIB = 1 << 20
 CHILD = """
 import sys
 import tierstore
-from tierstore.state.export import ExportOptions
+from tierstore.state.export.exporting import ExportOptions
 
 def peak():
     with open("/proc/self/status") as file:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from tierstore.errors import RefusedError, UnsupportedTypeError, UsageError
-from tierstore.state.export import ExportOptions
+from tierstore.state.export.exporting import ExportOptions
 from tierstore.testing.equality import assert_same_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")

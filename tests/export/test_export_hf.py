@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tierstore.errors import IntegrityError, NotFoundError, RefusedError, UnsupportedTypeError, UsageError
-from tierstore.state.export import Exported, ExportOptions
+from tierstore.state.export.exporting import Exported, ExportOptions
 
 MIB = 1 << 20
 

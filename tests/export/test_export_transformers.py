@@ -15,7 +15,7 @@ from export_kit import assert_tensors, hf_tensors, saved, stored
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoTokenizer, BertModel, LlamaConfig, LlamaForCausalLM
 
-from tierstore.state.export import ExportOptions
+from tierstore.state.export.exporting import ExportOptions
 
 
 @pytest.fixture(autouse=True)

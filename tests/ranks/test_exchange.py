@@ -16,7 +16,7 @@ from tierstore.errors import IncompleteError, IntegrityError, RankError, TierSto
 from tierstore.names import shard_name
 from tierstore.state.agreement import Agreement
 from tierstore.state.boxes import Box, whole
-from tierstore.state.exchange import Exchange
+from tierstore.state.exchange.exchange import Exchange
 from tierstore.state.reading import Fill
 
 TINY = 64 << 10

@@ -69,7 +69,7 @@ def adopt(
 def _plan(cli: Cli, run: str, source: str, step: int, rename: str | None, where: dict[str, Any]) -> int:
     """Looks at the source only: the store need not be there yet."""
     from tierstore.state.adopt import plan_adoption
-    from tierstore.state.foreign import look_at
+    from tierstore.state.foreign.opening import look_at
 
     loop = EventLoop()
     try:

@@ -20,7 +20,7 @@ from tierstore.tiers.replica import open_replica
 from tierstore.units import format_size
 
 if TYPE_CHECKING:
-    from tierstore.state.export import Exported
+    from tierstore.state.export.exporting import Exported
     from tierstore.state.lazy import Checkpoint
 
 __all__ = ["export", "storage_options"]
@@ -54,7 +54,7 @@ def export(
 ) -> int:
     """Export a checkpoint for other programs; reads only what is needed, in bounded memory."""
     cli.refuse_names("export reads the nearest good copy")
-    from tierstore.state.export import ExportOptions  # torch: only this verb needs it
+    from tierstore.state.export.exporting import ExportOptions  # torch: only this verb needs it
 
     options: dict[str, Any] = {
         "format": format,
@@ -81,7 +81,7 @@ def export(
 @contextmanager
 def _opened(cli: Cli, ref: str, foreign: dict[str, Any] | None) -> Iterator[tuple[Checkpoint, str]]:
     """The checkpoint, and what messages call it. `foreign`: the options to open a foreign one with."""
-    from tierstore.state.foreign import open_foreign
+    from tierstore.state.foreign.opening import open_foreign
     from tierstore.state.lazy import Checkpoint
 
     if foreign is not None:
@@ -126,6 +126,8 @@ def _tell(cli: Cli, done: Exported, what: str) -> None:
     did = "would write" if cli.options.dry_run else "wrote"
     size = f"{done.tensors:,} tensors, {format_size(done.nbytes)} in {len(done.files):,} {'file' if len(done.files) == 1 else 'files'}"
     cli.terminal.show(Text(f"{did} {what} as {done.format}: {size}, to {done.uri}"))
+    if done.format == "hf" and "config.json" not in (file.name for file in done.files):
+        cli.terminal.say("no config.json goes along, which transformers asks for: --config-from DIR copies one", "yellow")
 
 
 def storage_options(cli: Cli, uri: str, given: list[str], *, configured: bool = True) -> dict[str, Any]:

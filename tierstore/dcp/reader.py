@@ -30,7 +30,7 @@ from tierstore.names import Reference
 from tierstore.state.agreement import Agreement
 from tierstore.state.bits import torch_dtype
 from tierstore.state.codecs import default_codecs
-from tierstore.state.exchange import Exchange
+from tierstore.state.exchange.exchange import Exchange
 from tierstore.state.load import load_fresh
 from tierstore.state.rank_trees import RankTrees
 from tierstore.state.reading import Fill, fill_all

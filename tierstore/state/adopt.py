@@ -20,8 +20,8 @@ from tierstore.format.objects import TensorRef, encode_objects
 from tierstore.format.shard import ChunkSpec, ShardPlan, plan_shard, tensor_entries
 from tierstore.names import Attempt, shard_name
 from tierstore.state.codecs import default_codecs
-from tierstore.state.foreign import Foreign
-from tierstore.state.foreign_reader import ForeignReader
+from tierstore.state.foreign.opening import Foreign
+from tierstore.state.foreign.reader import ForeignReader
 from tierstore.state.passthrough import FACT, pick_companions, plan_companions
 from tierstore.state.paths import Place, name_of
 from tierstore.state.renaming import parse_rules

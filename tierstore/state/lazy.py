@@ -20,7 +20,7 @@ from tierstore.state.bits import empty, torch_dtype
 from tierstore.state.boxes import Box, whole
 from tierstore.state.choice import Choice
 from tierstore.state.codecs import default_codecs
-from tierstore.state.export import Exported, ExportOptions, export_checkpoint
+from tierstore.state.export.exporting import Exported, ExportOptions, export_checkpoint
 from tierstore.state.load import LoadOptions, load_state, read_tree
 from tierstore.state.reading import Fill, Reader, Run, fill_all
 from tierstore.state.renamed import renamed_reader

@@ -19,7 +19,7 @@ from tierstore.state.bits import empty, torch_dtype
 from tierstore.state.boxes import whole
 from tierstore.state.codecs import default_codecs
 from tierstore.state.differences import LoadOptions, selected, unexpected_error
-from tierstore.state.exchange import BUDGET_NBYTES, Exchange, SharedReader
+from tierstore.state.exchange.exchange import BUDGET_NBYTES, Exchange, SharedReader
 from tierstore.state.jointly import asked_by_none, jointly, time_to_read
 from tierstore.state.matching import Match, leaves, match
 from tierstore.state.paths import Place, name_of
@@ -212,12 +212,13 @@ class _Load:
         some = ", ".join(listed[:20]) + (f" and {len(listed) - 20:,} more" if len(listed) > 20 else "")
         log.log(
             logging.WARNING if self.rank == 0 else logging.INFO,
-            "%d ranks saved values that differ between them, and %s load: rank %d takes over from saved rank %d: %s. "
-            "Decide what each rank gets with LoadOptions(ranks=...), e.g. ranks=tierstore.keep_modulo for just this",
+            "%d ranks saved values that differ between them, and %s load: rank %d takes over from saved rank %d, as each does modulo %d: %s. "
+            "LoadOptions(ranks=...) decides what each rank gets; ranks=tierstore.keep_modulo does as now, without this warning",
             len(self.trees.saved),
             self.world_size,
             self.rank,
             self.trees.base,
+            len(self.trees.saved),
             some,
         )
 

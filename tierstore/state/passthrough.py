@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from tierstore.errors import FormatError
 from tierstore.format.companions import FACT, Companion, companions_in, holds_weights
 from tierstore.format.shard import ChunkSpec, ShardPlan, plan_shard
-from tierstore.state.foreign_reader import ForeignReader
+from tierstore.state.foreign.reader import ForeignReader
 from tierstore.state.reading import Reader, Run
 from tierstore.storage.contract import FileInfo
 from tierstore.tiers.reads import Want

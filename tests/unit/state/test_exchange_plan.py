@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.errors import FormatError
-from tierstore.state.exchange_plan import UNIT_NBYTES, Needs, Plan, decode_needs, encode_needs, merge_ranges, plan_exchange
+from tierstore.state.exchange.plan import UNIT_NBYTES, Needs, Plan, decode_needs, encode_needs, merge_ranges, plan_exchange
 
 BLOCK = 1 << 20
 

@@ -18,8 +18,8 @@ from tierstore.format.objects import Opaque, TensorRef
 from tierstore.format.pickle_reader import Instance
 from tierstore.format.torch_zip import TAIL_NBYTES, Archive, SavedTensor, SavedValue, parse_saved
 from tierstore.state.bits import torch_dtype
-from tierstore.state.foreign_files import ForeignFiles
-from tierstore.state.foreign_places import MemberPlace, Wherever, Window, check_tensor, layout_of, member_bytes, open_archive
+from tierstore.state.foreign.files import ForeignFiles
+from tierstore.state.foreign.places import MemberPlace, Wherever, Window, check_tensor, layout_of, member_bytes, open_archive
 from tierstore.state.paths import Place as TreePlace
 from tierstore.state.paths import assign_names, show
 from tierstore.state.unflatten import MODULE_STATE, TENSOR, rebuilt

@@ -17,12 +17,12 @@ from tierstore.config_uris import normal_uri
 from tierstore.errors import UsageError
 from tierstore.format.objects import ObjectCodecs
 from tierstore.state.codecs import default_codecs
-from tierstore.state.export_config import companion_files, with_dtype
-from tierstore.state.export_hf import plan_files, write_hf
-from tierstore.state.export_plan import ExportOptions, Plan, plan_tensors
-from tierstore.state.export_target import ExportedFile, ExportTarget
-from tierstore.state.export_torch import load_tensors, torch_names, write_torch
-from tierstore.state.export_tree import Path, beyond, check_one_model, flat_tree, in_order
+from tierstore.state.export.config import companion_files, with_dtype
+from tierstore.state.export.hf import plan_files, write_hf
+from tierstore.state.export.plan import ExportOptions, Plan, plan_tensors
+from tierstore.state.export.target import ExportedFile, ExportTarget
+from tierstore.state.export.torch import load_tensors, torch_names, write_torch
+from tierstore.state.export.tree import Path, beyond, check_one_model, flat_tree, in_order
 from tierstore.state.load import read_tree
 from tierstore.state.passthrough import companions_of, read_companion
 from tierstore.state.reading import Reader, Run
@@ -148,7 +148,7 @@ class _Export:
         return self.told(target.uri, target.files, plan, set(names.values()))
 
     def dcp(self, target: ExportTarget, tree: Any) -> Exported:
-        from tierstore.state.export_dcp import write_dcp  # DCP takes a second to import, and only this format needs it
+        from tierstore.state.export.dcp import write_dcp  # DCP takes a second to import, and only this format needs it
 
         flat = flat_tree(tree, self.reader.index, self.load, self.codecs)
         tensors = {**flat.tensors, **{name: name for name in beyond(tree, self.reader.index)}}

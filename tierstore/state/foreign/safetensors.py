@@ -17,7 +17,7 @@ from tierstore.format.dtypes import SAFETENSORS_NAMES
 from tierstore.format.header import MAX_HEADER_NBYTES, HeaderTensor, ShardHeader, header_nbytes, parse_header
 from tierstore.format.index import Extent, TensorEntry
 from tierstore.format.shard import shard_entries
-from tierstore.state.foreign_files import ForeignFiles
+from tierstore.state.foreign.files import ForeignFiles
 from tierstore.tiers.together import together
 
 __all__ = ["INDEX_SUFFIX", "choose_files", "merge_headers", "read_headers"]

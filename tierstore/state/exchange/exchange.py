@@ -25,9 +25,9 @@ from tierstore.errors import IntegrityError, NotFoundError, RankError, StorageEr
 from tierstore.format.digest import DIGEST_NBYTES, bad_blocks, block_digests
 from tierstore.state.agreement import Agreement
 from tierstore.state.bits import memory_of
-from tierstore.state.exchange_lines import Lines, Passing
-from tierstore.state.exchange_plan import Message, Needs, Plan, Unit, decode_needs, encode_needs, merge_ranges, plan_exchange
-from tierstore.state.exchange_wants import Sorted
+from tierstore.state.exchange.lines import Lines, Passing
+from tierstore.state.exchange.plan import Message, Needs, Plan, Unit, decode_needs, encode_needs, merge_ranges, plan_exchange
+from tierstore.state.exchange.wants import Sorted
 from tierstore.state.jointly import jointly
 from tierstore.state.reading import Fill, Reader, Run, read_wants, wants_of
 from tierstore.tiers.reads import AnyWant, Want

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.state.exchange_plan import Ints, Unit
+from tierstore.state.exchange.plan import Ints, Unit
 from tierstore.tiers.reads import AnyWant, Handover, Want
 
 __all__ = ["Sorted"]

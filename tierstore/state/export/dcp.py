@@ -32,10 +32,10 @@ from torch.distributed.checkpoint.metadata import (
 from tierstore.format.dtypes import DTYPES
 from tierstore.state.bits import empty, tensor_over, torch_dtype
 from tierstore.state.boxes import Box, whole
-from tierstore.state.export_plan import ExportOptions, OutTensor, Plan
-from tierstore.state.export_source import WindowSource
-from tierstore.state.export_target import ExportTarget
-from tierstore.state.export_tree import Path
+from tierstore.state.export.plan import ExportOptions, OutTensor, Plan
+from tierstore.state.export.source import WindowSource
+from tierstore.state.export.target import ExportTarget
+from tierstore.state.export.tree import Path
 from tierstore.state.reading import Fill, Reader, Run, fill_all
 
 __all__ = ["write_dcp"]

@@ -13,8 +13,8 @@ from tierstore.errors import IntegrityError
 from tierstore.format.index import Index
 from tierstore.format.objects import encode_objects
 from tierstore.state.codecs import default_codecs
-from tierstore.state.foreign_files import ForeignFiles
-from tierstore.state.foreign_places import Layout, Place, Wherever
+from tierstore.state.foreign.files import ForeignFiles
+from tierstore.state.foreign.places import Layout, Place, Wherever
 from tierstore.tiers.costs import ReadSpeed
 from tierstore.tiers.fetching import BUDGET_NBYTES, fetch
 from tierstore.tiers.reads import AnyWant, Handover, Span, Want, plan_spans

@@ -16,9 +16,9 @@ from tierstore.errors import UnsupportedTypeError
 from tierstore.format.dtypes import DTYPES
 from tierstore.format.header import encode_header
 from tierstore.state.bits import tensor_over, torch_dtype
-from tierstore.state.export_plan import ExportOptions, OutTensor, Plan, flat_fills
-from tierstore.state.export_source import WindowSource
-from tierstore.state.export_target import ExportTarget
+from tierstore.state.export.plan import ExportOptions, OutTensor, Plan, flat_fills
+from tierstore.state.export.source import WindowSource
+from tierstore.state.export.target import ExportTarget
 from tierstore.state.reading import Fill, Reader, Run, fill_all
 
 __all__ = ["SafetensorsFile", "plan_files", "write_hf"]

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from tierstore.errors import RefusedError, TierStoreError
 from tierstore.names import TMP
-from tierstore.state.export_source import WindowSource
+from tierstore.state.export.source import WindowSource
 from tierstore.state.reading import Run
 from tierstore.storage.contract import Source, Storage
 from tierstore.storage.sources import BytesSource

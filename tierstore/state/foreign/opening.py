@@ -14,12 +14,12 @@ from tierstore.errors import FormatError, IncompleteError, UsageError
 from tierstore.format.digest import DIGEST_NBYTES, block_count
 from tierstore.format.index import FileEntry, Index, TensorEntry, build_index, check_coverage
 from tierstore.format.objects import ObjectCodecs, TensorRef
-from tierstore.state.foreign_dcp import METADATA, dcp_entries, dcp_tree, read_dcp
-from tierstore.state.foreign_files import ForeignFiles, find_files
-from tierstore.state.foreign_places import Wherever
-from tierstore.state.foreign_reader import ForeignReader
-from tierstore.state.foreign_safetensors import INDEX_SUFFIX, choose_files, merge_headers, read_headers, read_weight_map
-from tierstore.state.foreign_torch import read_saved, refuse
+from tierstore.state.foreign.dcp import METADATA, dcp_entries, dcp_tree, read_dcp
+from tierstore.state.foreign.files import ForeignFiles, find_files
+from tierstore.state.foreign.places import Wherever
+from tierstore.state.foreign.reader import ForeignReader
+from tierstore.state.foreign.safetensors import INDEX_SUFFIX, choose_files, merge_headers, read_headers, read_weight_map
+from tierstore.state.foreign.torch import read_saved, refuse
 from tierstore.state.lazy import Checkpoint
 from tierstore.storage.loop import EventLoop
 

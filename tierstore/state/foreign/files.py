@@ -113,9 +113,14 @@ async def find_files(uri: Any, options: Mapping[str, Any] | None = None) -> Fore
     await storage.close()
     if named and (found := await _one_file(text, parent, name, options)) is not None:
         return found
-    inside = f"; it has the folders {', '.join(sorted(listing.folders)[:5])}" if listing.folders else ""
     where = _label(storage, prefix)
-    raise NotFoundError(f"there is no checkpoint in {where}: no files{inside}", hint="name the folder or the file itself", uri=where)
+    if not listing.folders:  # a bucket's empty folder and a missing one are the same
+        raise NotFoundError(
+            f"there are no files at {where}", hint="check the path or URI; name the checkpoint's folder or file itself", uri=where
+        )
+    inside = ", ".join(sorted(listing.folders)[:5])
+    hint = f"name the folder or the file itself, e.g. {where}/{min(listing.folders)}"
+    raise NotFoundError(f"there is no checkpoint in {where}: no files; it has the folders {inside}", hint=hint, uri=where)
 
 
 async def _further_down(storage: Storage, prefix: str, listing: Listing) -> dict[str, FileInfo]:

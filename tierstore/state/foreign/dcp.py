@@ -12,9 +12,9 @@ from tierstore.format.dcp_metadata import MAX_METADATA_NBYTES, DcpItem, DcpMetad
 from tierstore.format.dtypes import DTYPES
 from tierstore.format.index import Extent, TensorEntry
 from tierstore.format.objects import TensorRef
-from tierstore.state.foreign_files import ForeignFiles
-from tierstore.state.foreign_places import ItemPlace, Wherever, Window, member_bytes, open_archive
-from tierstore.state.foreign_torch import plain_values
+from tierstore.state.foreign.files import ForeignFiles
+from tierstore.state.foreign.places import ItemPlace, Wherever, Window, member_bytes, open_archive
+from tierstore.state.foreign.torch import plain_values
 from tierstore.tiers.together import together
 
 __all__ = ["METADATA", "dcp_entries", "dcp_tree", "read_dcp"]

@@ -13,9 +13,9 @@ from tierstore.errors import UnsupportedTypeError, UsageError
 from tierstore.format.objects import ObjectCodecs
 from tierstore.state.bits import empty, torch_dtype
 from tierstore.state.boxes import whole
-from tierstore.state.export_plan import ExportOptions, Plan
-from tierstore.state.export_target import ExportTarget
-from tierstore.state.export_tree import beyond, in_order, plain_tree
+from tierstore.state.export.plan import ExportOptions, Plan
+from tierstore.state.export.target import ExportTarget
+from tierstore.state.export.tree import beyond, in_order, plain_tree
 from tierstore.state.load import load_fresh
 from tierstore.state.reading import Fill, Reader, Run, fill_all
 from tierstore.state.unflatten import stored_tensors, unflatten

@@ -25,7 +25,7 @@ from tierstore.format.torch_zip import (
     parse_directory,
     parse_saved,
 )
-from tierstore.state.foreign_files import ForeignFiles
+from tierstore.state.foreign.files import ForeignFiles
 
 __all__ = ["ItemPlace", "Layout", "MemberPlace", "Place", "Wherever", "Window", "is_contiguous", "member_bytes", "open_archive"]
 

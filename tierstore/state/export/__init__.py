@@ -1,0 +1,1 @@
+"""Checkpoints written for other programs: Hugging Face directories, DCP directories and torch.save files."""

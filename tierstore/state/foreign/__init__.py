@@ -1,0 +1,1 @@
+"""Checkpoints that tierstore did not write, read where they lie: safetensors, torch.save and DCP."""
