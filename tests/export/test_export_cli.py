@@ -50,6 +50,16 @@ def test_the_last_line_says_what_was_written_how_much_and_where(tier: Path, tmp_
     assert [f.name for f in to.iterdir()] == ["model.safetensors"]
 
 
+def test_a_hugging_face_folder_without_a_configuration_is_told_of(tier: Path, tmp_path: Path) -> None:
+    assert "no config.json goes along" in call(tier, "export", "@1", tmp_path / "bare", "--strip", "model.").stderr
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    done = call(tier, "export", "@1", tmp_path / "full", "--strip", "model.", "--config-from", tmp_path / "base")
+    assert done.exit_code == 0
+    assert "config.json goes along" not in done.stderr
+    assert "config.json goes along" not in call(tier, "export", "@1", tmp_path / "dcp", "--format", "dcp").stderr
+
+
 def test_a_dry_run_writes_nothing(tier: Path, tmp_path: Path) -> None:
     done = call(tier, "export", "@1", tmp_path / "hf", "-n", "--include", "*")
     assert done.exit_code == 0, done.output

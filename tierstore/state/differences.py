@@ -121,10 +121,14 @@ class Differences:
                 lines.append(f"{kind:<10} {name}: {detail}" + (f" (nearest stored: {near[0]})" if near else ""))
         more = f"\n  ... and {total - _SHOWN:,} more" if total > _SHOWN else ""
         raise StateMismatchError(
-            f"the checkpoint and `into` differ in {total:,} places; nothing was changed\n  " + "\n  ".join(lines[:_SHOWN]) + more,
+            f"the checkpoint and `into` differ in {_places(total)}; nothing was changed\n  " + "\n  ".join(lines[:_SHOWN]) + more,
             hint=_hint(self._found),
             **{kind: tuple(name for name, _ in found) for kind, found in self._found.items()},
         )
+
+
+def _places(count: int) -> str:
+    return "1 place" if count == 1 else f"{count:,} places"
 
 
 def _hint(problems: dict[str, list[tuple[str, str]]]) -> str:
@@ -146,7 +150,7 @@ def unexpected_error(names: Sequence[str]) -> StateMismatchError:
     lines = [f"unexpected {name}: no rank asks for it" for name in names[:_SHOWN]]
     more = f"\n  ... and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
     return StateMismatchError(
-        f"the checkpoint and `into` of all ranks differ in {len(names):,} places; nothing was changed\n  " + "\n  ".join(lines) + more,
+        f"the checkpoint and `into` of all ranks differ in {_places(len(names))}; nothing was changed\n  " + "\n  ".join(lines) + more,
         hint=_hint({"missing": [], "unexpected": [(name, "") for name in names], "shape": [], "dtype": []}),
         unexpected=tuple(names),
     )

@@ -212,7 +212,7 @@ class _Load:
         some = ", ".join(listed[:20]) + (f" and {len(listed) - 20:,} more" if len(listed) > 20 else "")
         log.log(
             logging.WARNING if self.rank == 0 else logging.INFO,
-            "%d ranks saved values that differ between them, and %s load: rank %d takes over from saved rank %d, as each does modulo %d: %s. "
+            "%d ranks saved values that differ between them, %s load: rank %d takes over from saved rank %d, as each does modulo %d: %s. "
             "LoadOptions(ranks=...) decides what each rank gets; ranks=tierstore.keep_modulo does as now, without this warning",
             len(self.trees.saved),
             self.world_size,
