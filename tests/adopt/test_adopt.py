@@ -113,7 +113,7 @@ def test_a_dcp_directory_of_four_ranks_is_streamed_chunk_by_chunk(tmp_path: Path
     from test_open_foreign import _save_sharded
 
     run_ranks(4, _save_sharded, tmp_path, rows=10)
-    monkeypatch.setattr("tierstore.state.adopt._SHARD_NBYTES", 400)  # several shards
+    monkeypatch.setattr("tierstore.state.adopt_plan._SHARD_NBYTES", 400)  # several shards
     whole = torch.arange(60.0).view(10, 6)
     wanted = {"rows": whole, "columns": whole, "same": whole, "plain": torch.arange(4)}
     with opened(tmp_path) as store:
@@ -362,3 +362,14 @@ def test_a_process_that_dies_while_it_adopts_leaves_no_half_of_a_checkpoint(tmp_
             store.adopt(folder, step=5).wait("durable", 60)
         assert_bits(store.load(5), WHOLE)
         assert store._session.run(verify(store._session.tiers, "r", level="full")).damage == ()
+
+
+def test_what_no_tier_has_room_for_is_refused_at_once_and_the_attempt_is_condemned(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(1).expand(1 << 50)}, tmp_path / "bomb.pt")  # 4 PiB by its shape, a few hundred bytes as a file
+    with opened(tmp_path) as store:
+        with pytest.raises(TierFullError, match="bytes free"):
+            store.adopt(tmp_path / "bomb.pt", step=1)
+        assert store.checkpoints() == []
+        torch.save({"a": torch.ones(3)}, tmp_path / "good.pt")
+        store.adopt(tmp_path / "good.pt", step=2).wait("durable", 60)
+        assert [c.step for c in store.checkpoints()] == [2]

@@ -15,7 +15,7 @@ from tierstore.storage.loop import EventLoop
 from tierstore.units import format_size
 
 if TYPE_CHECKING:
-    from tierstore.state.adopt import Adoption
+    from tierstore.state.adopt_plan import Adoption
 
 __all__ = ["adopt"]
 
@@ -68,7 +68,7 @@ def adopt(
 
 def _plan(cli: Cli, run: str, source: str, step: int, rename: str | None, where: dict[str, Any]) -> int:
     """Looks at the source only: the store need not be there yet."""
-    from tierstore.state.adopt import plan_adoption
+    from tierstore.state.adopt_plan import plan_adoption
     from tierstore.state.foreign.opening import look_at
 
     loop = EventLoop()

@@ -279,8 +279,9 @@ def _compare(found: Foreign, shapes: Mapping[str, Any]) -> None:
     if not isinstance(shapes, Mapping):
         raise UsageError(f"shapes is a {type(shapes).__name__}, not a mapping of names", hint="pass shapes=model.state_dict()")
     for name, given in shapes.items():
+        dimensions: Any = getattr(given, "shape", given)
         try:
-            wanted = tuple(operator.index(n) for n in getattr(given, "shape", given))
+            wanted = tuple(operator.index(n) for n in dimensions)
         except TypeError as error:
             raise UsageError(f"shapes: {name!r} is {given!r}, no shape", hint="pass shapes=model.state_dict(), or tuples") from error
         there = found.index.shape(name) if name in found.index else None
