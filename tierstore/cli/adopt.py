@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from tierstore.cli.export import storage_options
-from tierstore.cli.options import Cli
+from tierstore.cli.options import Cli, storage_options
 from tierstore.cli.render import plain_table
 from tierstore.errors import UsageError
 from tierstore.storage.loop import EventLoop

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 from tierstore.cli.find import find_checkpoint
-from tierstore.cli.options import Cli
+from tierstore.cli.options import Cli, storage_options
+from tierstore.cli.progress import one_bar
 from tierstore.cli.render import plain_table
-from tierstore.cli.terminal import Terminal
-from tierstore.errors import UsageError
 from tierstore.tiers.replica import open_replica
 from tierstore.units import format_size
 
@@ -23,7 +20,7 @@ if TYPE_CHECKING:
     from tierstore.state.export.exporting import Exported
     from tierstore.state.lazy import Checkpoint
 
-__all__ = ["export", "storage_options"]
+__all__ = ["export"]
 
 _SHOWN = 20
 
@@ -72,7 +69,7 @@ def export(
     wanted = ExportOptions(**options)
     lent = storage_options(cli, to, option or [], configured=not foreign)
     given = storage_options(cli, ref, option or [], configured=False) if foreign else {}
-    with _opened(cli, ref, given if foreign else None) as (checkpoint, what), _bar(cli.terminal) as progress:
+    with _opened(cli, ref, given if foreign else None) as (checkpoint, what), one_bar(cli.terminal, "export") as progress:
         done = checkpoint.export(to, wanted, storage_options=lent, progress=progress, dry_run=cli.options.dry_run)
     _tell(cli, done, what)
     return 0
@@ -128,47 +125,3 @@ def _tell(cli: Cli, done: Exported, what: str) -> None:
     cli.terminal.show(Text(f"{did} {what} as {done.format}: {size}, to {done.uri}"))
     if done.format == "hf" and "config.json" not in (file.name for file in done.files):
         cli.terminal.say("no config.json goes along, which transformers asks for: --config-from DIR copies one", "yellow")
-
-
-def storage_options(cli: Cli, uri: str, given: list[str], *, configured: bool = True) -> dict[str, Any]:
-    """The options of a storage at `uri`: those of a tier in the same place (bucket, host), and above them what ``--option`` gives.
-
-    Args:
-        cli: The command line.
-        uri: Where it is; a local path has none.
-        given: ``K=V`` texts.
-        configured: There must be a configuration. False: it is looked at where one is named.
-
-    Raises:
-        UsageError: An option has no value.
-    """
-    options: dict[str, Any] = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        if not (name and equals):
-            raise UsageError(f"--option {name!r} has no value", hint="write --option endpoint_url=http://127.0.0.1:9000")
-        options[name] = value
-    if "://" not in uri:
-        return {}
-    if not (configured or cli.options.config or cli.options.tier):
-        return options
-    place = uri.split("/")[:3]
-    return {**next((tier.options for tier in cli.load().tiers if tier.uri.split("/")[:3] == place), {}), **options}
-
-
-@contextmanager
-def _bar(terminal: Terminal) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr while it lasts; nothing where stderr is no terminal or bars are not wanted."""
-    if not terminal.progress:
-        yield None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(compact=True),
-    )
-    with RichProgress(*columns, console=terminal.err, transient=True) as bars:
-        task = bars.add_task("export", total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total)

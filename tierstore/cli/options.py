@@ -19,7 +19,7 @@ from tierstore.errors import TierStoreError, UsageError
 from tierstore.tiers.session import Session
 from tierstore.units import parse_rate
 
-__all__ = ["Cli", "Options", "remember", "verb"]
+__all__ = ["Cli", "Options", "remember", "storage_options", "verb"]
 
 _EVERYWHERE = "Everywhere"
 
@@ -174,3 +174,29 @@ def _guarded(terminal: Terminal, work: Callable[[], int]) -> int:
     except Exception as error:  # noqa: BLE001 - boundary: a fault of ours is reported as one
         terminal.complain(error)
         return 1
+
+
+def storage_options(cli: Cli, uri: str, given: list[str], *, configured: bool = True) -> dict[str, Any]:
+    """The options of a storage at `uri`: those of a tier in the same place (bucket, host), and above them what ``--option`` gives.
+
+    Args:
+        cli: The command line.
+        uri: Where it is; a local path has none.
+        given: ``K=V`` texts.
+        configured: There must be a configuration. False: it is looked at where one is named.
+
+    Raises:
+        UsageError: An option has no value.
+    """
+    options: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise UsageError(f"--option {name!r} has no value", hint="write --option endpoint_url=http://127.0.0.1:9000")
+        options[name] = value
+    if "://" not in uri:
+        return {}
+    if not (configured or cli.options.config or cli.options.tier):
+        return options
+    place = uri.split("/")[:3]
+    return {**next((tier.options for tier in cli.load().tiers if tier.uri.split("/")[:3] == place), {}), **options}

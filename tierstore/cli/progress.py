@@ -1,9 +1,9 @@
-"""Progress bars of copies: one per tier, with rate and time left."""
+"""Progress bars, with rate and time left: of copies one per tier, of an export one."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -14,7 +14,7 @@ from tierstore.names import Attempt
 from tierstore.tiers.progress import NO_PROGRESS, Progress
 from tierstore.tiers.promote import Copy
 
-__all__ = ["CopyBars", "copy_bars"]
+__all__ = ["CopyBars", "copy_bars", "one_bar"]
 
 
 class CopyBars:
@@ -51,12 +51,28 @@ def copy_bars(terminal: Terminal, copies: Sequence[Copy]) -> Iterator[Progress]:
     if not terminal.progress:
         yield NO_PROGRESS
         return
-    columns = (
+    with _bars(terminal) as bars:
+        yield CopyBars(bars, copies)
+
+
+@contextmanager
+def one_bar(terminal: Terminal, what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """One bar, told how many bytes are done and of how many; None where there is none."""
+    if not terminal.progress:
+        yield None
+        return
+    with _bars(terminal) as bars:
+        task = bars.add_task(what, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def _bars(terminal: Terminal) -> RichProgress:
+    return RichProgress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(compact=True),
+        console=terminal.err,
+        transient=True,
     )
-    with RichProgress(*columns, console=terminal.err, transient=True) as bars:
-        yield CopyBars(bars, copies)
