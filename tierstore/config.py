@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,9 @@ __all__ = [
 
 DEFAULT_FILE = "tierstore.yaml"
 """What `find_config` looks for in the working directory."""
+
+_LOOKED_AT = 64 << 10
+"""Characters of a file that are looked at to see whether it may be a configuration."""
 
 _MAX_FILE_NBYTES = 2**20
 _IN_CODE = "the configuration"
@@ -150,10 +155,22 @@ def find_config(explicit: str | os.PathLike[str] | None = None, *, env: Mapping[
         return chosen
     if Path(DEFAULT_FILE).is_file():
         return DEFAULT_FILE
+    others = _configurations_here()
+    hint = "name one with -c FILE, or the tiers with --tier PATH_OR_URI each; docs/reference/configuration.md has a file to copy"
     raise ConfigError(
         f"no configuration: there is no {DEFAULT_FILE} in {Path.cwd()}, and TIERSTORE_CONFIG is not set",
-        hint="name one with -c FILE, or the tiers with --tier PATH_OR_URI each; docs/reference/configuration.md has a file to copy",
+        hint=f"did you mean -c {others[0]}? Else {hint}" if others else hint,
     )
+
+
+def _configurations_here() -> list[str]:
+    """Files of the working directory that have tiers, for a hint: what can't be read is none."""
+    found = []
+    for path in sorted((*Path().glob("*.yaml"), *Path().glob("*.yml"))):
+        with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+            if re.search(r"^tiers:", file.read(_LOOKED_AT), re.MULTILINE):
+                found.append(path.name)
+    return found
 
 
 def _read(source: Any, env: Mapping[str, str]) -> _Draft:

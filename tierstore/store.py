@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from tierstore.clock import Clock, SystemClock
 from tierstore.config import StoreConfig, load_config
+from tierstore.config_uris import check_outside
 from tierstore.errors import ClosedError, TierStoreError, UsageError, reason_of
 from tierstore.format.objects import ObjectCodecs
 from tierstore.names import Attempt, Reference, check_run, check_step, later_save_id, parse_reference
@@ -98,7 +99,7 @@ class Store:
     ) -> None:
         rank, world_size = rank_and_size(rank, world_size, process_group)
         if config.run is None:
-            raise UsageError("the store has no run", hint="pass run='NAME', set run: in the configuration, or TIERSTORE_RUN")
+            raise UsageError("no run is named", hint="pass run='NAME', set run: in the configuration, or TIERSTORE_RUN")
         self.config = config
         self.run = check_run(config.run)
         self.rank, self.world_size = rank, world_size
@@ -394,7 +395,8 @@ class Store:
             NotFoundError: No such run, step or tag; nearest names are suggested.
         """
         replica = self._replica(self._resolve(which))
-        return Checkpoint(replica, self._session.run, codecs=self._codecs, rank=self.rank, world_size=self.world_size)
+        note = f"step {replica.info.step} of run {replica.info.run!r}"
+        return Checkpoint(replica, self._session.run, codecs=self._codecs, rank=self.rank, world_size=self.world_size, note=note)
 
     # ---- loading
 
@@ -479,6 +481,7 @@ class Store:
             RefusedError: The target is not empty, and `ExportOptions.overwrite` is not set.
             IntegrityError: No tier has a good copy of something; what was written is removed.
         """
+        check_outside(to, {tier.name: tier.uri for tier in self.config.tiers})
         checkpoint = self.open_checkpoint(which)
         return checkpoint.export(to, options, storage_options=storage_options, progress=progress, dry_run=dry_run)
 

@@ -303,3 +303,15 @@ def test_should_save_follows_the_configuration(tmp_path: Path) -> None:
         assert [s for s in range(0, 2001, 250) if store.should_save(s)] == [500, 1000, 1500, 2000]
     with tierstore.open({"version": 1, "run": "r", "tiers": tiers}) as store:
         assert not store.should_save(500)
+
+
+def test_an_open_checkpoint_says_which_it_is(tmp_path: Path) -> None:
+    with tierstore.open([str(tmp_path)], run="sft") as store:
+        store.save(7, {"a": torch.ones(2), "b": torch.zeros(2)}).wait()
+        assert repr(store.open_checkpoint()) == "Checkpoint(2 tensors, step 7 of run 'sft')"
+
+
+def test_a_store_without_a_run_says_how_to_name_one(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no run is named") as caught:
+        tierstore.open([str(tmp_path)])
+    assert "run='NAME'" in caught.value.hint

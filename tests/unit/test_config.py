@@ -361,7 +361,13 @@ def test_the_configuration_file_is_found(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="no configuration") as caught:
         find_config(env={})
-    assert "-c FILE" in caught.value.hint
+    assert caught.value.hint.startswith("name one with -c FILE")
+    (tmp_path / "compose.yml").write_text("services: {}")
+    (tmp_path / "folder.yaml").mkdir()
+    (tmp_path / "mine.yaml").write_text("run: sft\ntiers: [/a]\n")
+    with pytest.raises(ConfigError, match="no configuration") as caught:
+        find_config(env={})
+    assert caught.value.hint.startswith("did you mean -c mine.yaml?")
     (tmp_path / "tierstore.yaml").write_text("tiers: [/a]")
     assert find_config(env={}) == "tierstore.yaml"
     assert find_config(env={"TIERSTORE_CONFIG": "/e.yaml"}) == "/e.yaml"
