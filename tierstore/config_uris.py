@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import PurePath
 from urllib.parse import unquote
 
 from tierstore.errors import UsageError
 from tierstore.names import plain_uri
 
-__all__ = ["default_durable", "default_name", "default_scope", "is_local", "normal_uri", "overlaps"]
+__all__ = ["check_outside", "default_durable", "default_name", "default_scope", "is_local", "normal_uri", "overlaps"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _OBJECT_SCHEMES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "r2", "http", "https"}
@@ -93,6 +93,24 @@ def default_name(uri: str, scope: str, taken: Collection[str]) -> str:
         count += 1
         name = f"{stem}-{count}"
     return name
+
+
+def check_outside(uri: object, tiers: Mapping[str, str]) -> None:
+    """Refuses to write for other programs where the store's own files lie.
+
+    Args:
+        uri: The target.
+        tiers: The tiers' normal URIs, by their names.
+
+    Raises:
+        UsageError: `uri` is a tier, or within one; or it is no URI.
+    """
+    target = normal_uri(uri)
+    for name, place in tiers.items():
+        if target == place or target.startswith(f"{place.rstrip('/')}/"):
+            raise UsageError(
+                f"{target} lies within tier {name!r} of the store, at {place}", hint="choose a place outside the store's tiers"
+            )
 
 
 def overlaps(one: str, other: str) -> bool:

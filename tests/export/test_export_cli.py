@@ -16,7 +16,9 @@ from export_kit import assert_tensors, hf_tensors, stored
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
+import tierstore
 from tierstore.cli.main import app
+from tierstore.errors import UsageError
 
 MODEL = {"w": torch.rand(700, 512), "head": torch.rand(10, 4)}
 
@@ -106,6 +108,16 @@ def test_a_mistake_has_its_code_and_a_way_out(
     done = call(tier, "export", *arguments)
     assert (done.exit_code, told in done.stderr) == (code, True), done.stderr
     assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.parametrize("inside", ["", "hf", "r/step-1", "r/.log/x"])
+def test_the_store_s_own_places_are_no_target(tier: Path, inside: str) -> None:
+    before = sorted(tier.rglob("*"))
+    done = call(tier, "export", "@1", tier / inside, "--strip", "model.", "--overwrite")
+    assert (done.exit_code, "lies within tier" in " ".join(done.stderr.split())) == (2, True), done.stderr
+    with tierstore.open([str(tier)], run="r") as store, pytest.raises(UsageError, match="lies within tier"):
+        store.export(1, tier / inside, tierstore.ExportOptions(strip="model.", overwrite=True))
+    assert sorted(tier.rglob("*")) == before
 
 
 def test_a_foreign_checkpoint_goes_straight_into_another_format(tmp_path: Path) -> None:

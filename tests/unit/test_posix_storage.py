@@ -298,3 +298,20 @@ def test_only_temporaries_of_the_provably_dead_are_swept(tmp_path: Path) -> None
     assert asyncio.run(PosixStorage(tmp_path).sweep_temporaries()) == [dead]
     assert sorted(path.name for path in (tmp_path / ".tmp").iterdir()) == sorted(kept)
     assert not owner_is_dead(mine)
+
+
+@pytest.mark.parametrize("gone", ["a dangling link", "never made"])
+def test_deleting_where_the_root_is_gone_ends(tmp_path: Path, gone: str) -> None:
+    root = tmp_path / "above" / "root"
+    root.parent.mkdir()
+    if gone == "a dangling link":
+        root.symlink_to(tmp_path / "nowhere")
+
+    async def delete() -> None:
+        storage = PosixStorage(root)
+        try:
+            await asyncio.wait_for(storage.delete(["folder/file", "file"]), 20)
+        finally:
+            await storage.close()
+
+    asyncio.run(delete())

@@ -13,6 +13,7 @@ from tierstore.cli.find import find_checkpoint
 from tierstore.cli.options import Cli, storage_options
 from tierstore.cli.progress import one_bar
 from tierstore.cli.render import plain_table
+from tierstore.config_uris import check_outside
 from tierstore.tiers.replica import open_replica
 from tierstore.units import format_size
 
@@ -69,6 +70,8 @@ def export(
     wanted = ExportOptions(**options)
     lent = storage_options(cli, to, option or [], configured=not foreign)
     given = storage_options(cli, ref, option or [], configured=False) if foreign else {}
+    if not foreign:
+        check_outside(to, {tier.name: tier.uri for tier in cli.load().tiers})
     with _opened(cli, ref, given if foreign else None) as (checkpoint, what), one_bar(cli.terminal, "export") as progress:
         done = checkpoint.export(to, wanted, storage_options=lent, progress=progress, dry_run=cli.options.dry_run)
     _tell(cli, done, what)

@@ -78,7 +78,7 @@ class Tree:
         at = folder
         while True:
             self.syscalls.fsync_folder(at)
-            if at == self.root:
+            if at == self.root or not at.startswith(self.root.rstrip("/") + "/"):  # or what still stands above a root that is gone
                 return
             at = os.path.dirname(at)
 

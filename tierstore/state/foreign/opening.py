@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 Format = Literal["auto", "safetensors", "dcp", "torch"]
 
 _BLOCK_NBYTES = 1 << 20
+_MAX_BLOCKS = 1 << 20
+"""An index has room for a digest of each block: of a file that claims to be absurdly long, blocks are longer."""
+
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _NOT_OURS = "it is damaged, or no checkpoint: copy or download it again, and compare checksums with the source's"
 _BIN_INDEX = "pytorch_model.bin.index.json"
@@ -257,11 +260,14 @@ async def _foreign(
 
 
 def _indexed(entries: Sequence[TensorEntry], sizes: Mapping[str, int], files: ForeignFiles) -> Index:
+    block_nbytes = _BLOCK_NBYTES
+    while sum(sizes.values()) // block_nbytes > _MAX_BLOCKS:
+        block_nbytes *= 2
     listed = [
-        FileEntry(name=name, nbytes=nbytes, block_digests=bytes(DIGEST_NBYTES * block_count(nbytes, _BLOCK_NBYTES)))
+        FileEntry(name=name, nbytes=nbytes, block_digests=bytes(DIGEST_NBYTES * block_count(nbytes, block_nbytes)))
         for name, nbytes in sizes.items()
     ]
-    index = build_index(entries, listed, _BLOCK_NBYTES)
+    index = build_index(entries, listed, block_nbytes)
     try:
         check_coverage(index)
     except IncompleteError as error:
