@@ -182,7 +182,8 @@ def translate(error: BaseException, doing: str, key: str, place: Place, now: dat
     if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
         return AccessError(
             f"{what}: no complete credentials were found",
-            hint="set key and secret, or profile, in the tier's options, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+            hint="set key and secret, or profile, in the options of the tier (--option profile=NAME for a URI that is none), "
+            "or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
             **context,
         )
     if isinstance(error, ProfileNotFound):
