@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 
 from tierstore.errors import UsageError
@@ -12,6 +12,7 @@ __all__ = [
     "format_duration",
     "format_rate",
     "format_size",
+    "format_some",
     "parse_duration",
     "parse_percent",
     "parse_rate",
@@ -143,6 +144,12 @@ def format_duration(seconds: float) -> str:
     if large < 86400 and first * large >= large * (24 if large == 3600 else 60):
         return format_duration(first * large)
     return f"{first}{names[large]}" + (f"{second // small}{names[small]}" if second else "")
+
+
+def format_some(items: Iterable[object], most: int) -> str:
+    """The first `most` of `items` and how many more there are: ``a, b and 3 more``."""
+    texts = list(map(str, items))
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most:,} more" if len(texts) > most else "")
 
 
 def _size(value: object, what: str, example: str, shown: str = "") -> int:

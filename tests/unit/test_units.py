@@ -13,6 +13,7 @@ from tierstore.units import (
     format_duration,
     format_rate,
     format_size,
+    format_some,
     parse_duration,
     parse_percent,
     parse_rate,
@@ -230,3 +231,9 @@ def test_any_text_is_read_or_refused_with_a_hint(text: str, parse: Callable[[obj
         value, hint = 1, refused.hint
     assert value > 0
     assert hint
+
+
+def test_long_lists_are_cut_and_say_how_much_is_left_out() -> None:
+    assert format_some([], 2) == ""
+    assert format_some(["a", "b"], 2) == "a, b"
+    assert format_some(range(1234), 2) == "0, 1 and 1,232 more"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
 from typing import Literal
 
 from tierstore.config import StoreConfig
@@ -11,6 +10,7 @@ from tierstore.errors import NotFoundError, UsageError
 from tierstore.names import Reference, check_run, parse_reference
 from tierstore.tiers.catalog import Catalog, CheckpointInfo, runs, scan
 from tierstore.tiers.session import Session
+from tierstore.units import format_some
 
 __all__ = ["find_checkpoint", "metric_modes", "scan_run", "the_run"]
 
@@ -29,7 +29,7 @@ def the_run(session: Session, named: str = "") -> str:
         return found[0]
     if not found:
         raise NotFoundError("the store has no run yet", hint="check the tiers with `tierstore doctor`")
-    raise UsageError(f"the store has {len(found)} runs: {_some(found)}", hint="say which: --run RUN, or RUN@… as the reference")
+    raise UsageError(f"the store has {len(found)} runs: {format_some(found, 8)}", hint="say which: --run RUN, or RUN@… as the reference")
 
 
 def scan_run(session: Session, run: str) -> Catalog:
@@ -41,7 +41,7 @@ def scan_run(session: Session, run: str) -> Catalog:
     catalog = session.run(scan(session.tiers, run))
     if not (catalog.checkpoints or catalog.incomplete or catalog.condemned or catalog.swept) and catalog.other_runs:
         near = difflib.get_close_matches(run, catalog.other_runs, n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"the runs are {_some(catalog.other_runs)}"
+        hint = f"did you mean {' or '.join(near)}?" if near else f"the runs are {format_some(catalog.other_runs, 8)}"
         raise NotFoundError(f"the store has no run {run!r}", hint=hint, run=run)
     return catalog
 
@@ -68,7 +68,3 @@ def metric_modes(config: StoreConfig, run: str) -> dict[str, Literal["min", "max
         *(rule for tier in (policy.tiers or {} if policy else {}).values() for rule in tier.keep or ()),
     ]
     return {rule.best.metric: rule.best.mode for rule in rules if rule.best is not None}
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:8])} and {len(names) - 8} more"

@@ -6,7 +6,9 @@ and all. So it is sent as a usable plan without items, and the rank puts the ite
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -16,8 +18,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from tierstore.dcp.place import Place
 from tierstore.errors import IncompleteError, UsageError
 from tierstore.names import Attempt
+from tierstore.state.ranks import differences
+from tierstore.units import format_some
 
-__all__ = ["Orders", "check_same", "check_written", "whole_plan", "with_orders"]
+__all__ = ["Orders", "check_opened", "check_same", "check_written", "whole_plan", "with_orders"]
 
 _KEPT = "tierstore:"
 """Before a planner's key in torch's cache of final plans: where the last whole plan of that planner lies."""
@@ -31,23 +35,25 @@ class Orders:
         attempt: The attempt that all ranks save.
         rank: The rank's place among those that save together.
         world_size: How many these are.
+        opened: What the coordinator's store has in common with every rank's (`Store.opened`).
         reuse: The plan has not changed since this planner's last save: the rank takes the items that it had then.
     """
 
     attempt: Attempt
     rank: int
     world_size: int
+    opened: Mapping[str, Any]
     reuse: bool = False
 
 
-def with_orders(plans: list[SavePlan], attempt: Attempt) -> list[SavePlan]:
+def with_orders(plans: list[SavePlan], attempt: Attempt, opened: Mapping[str, Any]) -> list[SavePlan]:
     """The plans as they are sent: each with its rank's orders, and usable also where torch's cache stands for it."""
     return [
         replace(
             plan,
             items=plan.items if plan.usable else [],
             usable=True,
-            storage_data=Orders(attempt=attempt, rank=rank, world_size=len(plans), reuse=not plan.usable),
+            storage_data=Orders(attempt=attempt, rank=rank, world_size=len(plans), opened=opened, reuse=not plan.usable),
         )
         for rank, plan in enumerate(plans)
     ]
@@ -80,6 +86,15 @@ def check_same(place: Place, orders: Orders) -> None:
         )
 
 
+def check_opened(opened: Mapping[str, Any], orders: Orders) -> None:
+    """Raises UsageError where this rank has opened another store than the coordinator."""
+    if apart := differences(orders.opened, opened):
+        raise UsageError(
+            f"this rank has opened another store than the coordinator: {'; '.join(apart)}",
+            hint="start all ranks with the same configuration, run and environment (TIERSTORE_CONFIG, TIERSTORE_RUN)",
+        )
+
+
 def check_written(metadata: Metadata, results: list[list[WriteResult]]) -> None:
     """What was planned was written: a rank's lost item must not become a checkpoint without it."""
     written = {result.index for of_rank in results for result in of_rank}
@@ -91,7 +106,7 @@ def check_written(metadata: Metadata, results: list[list[WriteResult]]) -> None:
             planned.append(MetadataIndex(fqn))
     missing = [index for index in planned if index not in written]
     if missing:
-        shown = ", ".join(f"{index.fqn}{list(index.offset) if index.offset else ''}" for index in missing[:8])
+        shown = format_some((f"{index.fqn}{list(index.offset) if index.offset else ''}" for index in missing), 8)
         raise IncompleteError(
             f"{len(missing):,} of {len(planned):,} planned items were written by no rank: {shown}",
             hint="the planner and its cache disagree: save again with a new planner",

@@ -38,6 +38,7 @@ from tierstore.tier_uri import is_tier_uri
 from tierstore.tiers.catalog import scan
 from tierstore.tiers.replica import Replica, open_replica
 from tierstore.tiers.session import Session
+from tierstore.units import format_some
 
 __all__ = ["TierStorageReader"]
 
@@ -262,7 +263,7 @@ def _check_dtypes(filled: list[tuple[ReadItem, torch.Tensor]], fills: list[Fill]
         if target.dtype != torch_dtype(fill.entry.dtype)
     }
     if wrong:
-        shown = ", ".join(list(wrong.values())[:8]) + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else "")
+        shown = format_some(wrong.values(), 8)
         raise StateMismatchError(
             f"the dtypes of {len(wrong)} tensors differ: {shown}; nothing was changed",
             hint="make the state with the stored dtypes, or cast on purpose: TierStorageReader(…, allow_cast=True)",

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tierstore.errors import DeadlineError, RankError, TierStoreError, UsageError, reason_of
+from tierstore.units import format_some
 
 __all__ = ["Agreement", "group_of", "telling"]
 
@@ -245,8 +246,7 @@ def _store_error(error: BaseException) -> RankError:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_some(ranks, 16)}"
 
 
 def _bad(kind: str, **facts: Any) -> bytes:

@@ -27,6 +27,7 @@ from tierstore.state.rank_trees import RankTrees
 from tierstore.state.rank_values import LazyValues, RankValues
 from tierstore.state.reading import Fill, Reader, Run, fill_all, same_values
 from tierstore.state.unflatten import MODULE_STATE, stored_tensors, unflatten
+from tierstore.units import format_some
 
 __all__ = ["LoadOptions", "load_fresh", "load_state", "read_tree"]
 
@@ -208,8 +209,7 @@ class _Load:
         }
 
     def _warn(self, places: Collection[Place]) -> None:
-        listed = sorted(name_of(place) for place in places)
-        some = ", ".join(listed[:20]) + (f" and {len(listed) - 20:,} more" if len(listed) > 20 else "")
+        some = format_some(sorted(name_of(place) for place in places), 20)
         log.log(
             logging.WARNING if self.rank == 0 else logging.INFO,
             "%d ranks saved values that differ between them, %s load: rank %d takes over from saved rank %d, as each does modulo %d: %s. "

@@ -19,6 +19,7 @@ import xxhash
 from tierstore.errors import UsageError
 from tierstore.format.dtypes import DTYPES
 from tierstore.state.flatten import FlatState, Leaf
+from tierstore.units import format_some
 
 __all__ = ["Group", "Unit", "merge", "signature_of", "table_of", "units_of"]
 
@@ -173,7 +174,7 @@ def merge(tables: Mapping[int, bytes], speakers: Sequence[int]) -> bytes:
 def _check_all_came(name: str, held: _Holders) -> None:
     silent = sorted(rank for group in held.groups if len(group) > 1 for rank in group if rank not in held.came)
     if silent:
-        shown = ", ".join(map(str, silent[:16])) + (f" and {len(silent) - 16} more" if len(silent) > 16 else "")
+        shown = format_some(silent, 16)
         raise UsageError(
             f"tensor {name!r} is spread over ranks that do not have it in their state, or have it in another form: {shown}",
             hint="every rank of a mesh saves its part of a tensor, in the same layout, tied to the same other tensors",

@@ -12,7 +12,6 @@ finds, and each can stop at any instant and be continued by the other, for every
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierstore.crashpoints import reach
@@ -25,6 +24,7 @@ from tierstore.tiers.copying import CopyContext, Proof, copy_file, read_document
 from tierstore.tiers.space import check_space
 from tierstore.tiers.tier import Tier
 from tierstore.tiers.view import AttemptView, further, observe, staging
+from tierstore.units import format_some
 
 __all__ = ["Outcome", "advance"]
 
@@ -116,13 +116,13 @@ async def _to_authority(context: CopyContext, view: AttemptView, *, act: bool, g
         size = (await _part_on_authority(context, view.attempt, min(view.parts))).world_size
     missing = await _missing(context, view, size or 0)
     if size is None or (missing and not give_up):
-        waiting = f"the parts of ranks {_some(missing)}" if missing else "any rank's part"
+        waiting = f"the parts of ranks {format_some(missing, 8)}" if missing else "any rank's part"
         return Outcome(view=view, done=False, waiting=waiting)
     try:
         await commit(context.tiers, view.attempt, deadline_s=0.0, clock=context.clock, world_size=size, condemn=give_up)
     except IncompleteError as error:
         if "missing" in error.context:  # a part is there, but what it reports is not (yet)
-            return Outcome(view=view, done=False, waiting=f"the parts of ranks {_some(error.context['missing'])}")
+            return Outcome(view=view, done=False, waiting=f"the parts of ranks {format_some(error.context['missing'], 8)}")
         # All parts are there and contradict each other: no waiting mends that, and every rank should hear of it.
         await commit(context.tiers, view.attempt, deadline_s=0.0, clock=context.clock, world_size=size, condemn=True)
     return Outcome(view=await observe(context.tiers, view.attempt, world_size=size), done=True)
@@ -188,8 +188,3 @@ async def _to_further(context: CopyContext, view: AttemptView, tier: Tier, *, ac
         return Outcome(view=view, done=False, waiting="another process is copying")
     await copy_checkpoint(context, view, tier)
     return Outcome(view=await observe(context.tiers, view.attempt, world_size=view.world_size), done=True)
-
-
-def _some(ranks: Sequence[int]) -> str:
-    shown = ", ".join(str(r) for r in ranks[:8])
-    return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown

@@ -17,6 +17,7 @@ from tierstore.format.part import Part, decode_part
 from tierstore.names import Attempt, part_name
 from tierstore.storage.contract import Storage
 from tierstore.tiers.together import together
+from tierstore.units import format_some
 
 __all__ = ["Gathered", "Gathering", "PackedObjects"]
 
@@ -105,7 +106,7 @@ class Gathering:
         silent = [rank for rank in self.missing() if rank not in self.troubles]
         texts = [self.troubles[rank] for rank in self.missing() if rank in self.troubles][:8]
         if silent:
-            shown = ", ".join(map(str, silent[:32])) + (f" and {len(silent) - 32} more" if len(silent) > 32 else "")
+            shown = format_some(silent, 32)
             texts.insert(0, f"no part of rank{'s' if len(silent) > 1 else ''} {shown} of {self.world_size}")
         return "; ".join(texts)
 
