@@ -283,6 +283,22 @@ def test_ranks_that_mean_different_steps_are_told_so(tmp_path: Path) -> None:
         assert "this rank saves r@1, the coordinator r@0" in told
 
 
+def other_places(rank: int, world_size: int, folder: Path) -> Any:
+    quiet()
+    shared = [{"name": "shared", "uri": str(folder / f"shared-{rank}"), "scope": "shared"}]
+    writer = TierStorageWriter({"version": 1, "run": "r", "tiers": shared, "save": {"agreement_timeout": "60s"}})
+    try:
+        dcp.save({"w": torch.ones(1)}, storage_writer=writer, checkpoint_id=1)
+    except CheckpointException as error:
+        return str(error)
+    return "saved"
+
+
+def test_ranks_that_opened_different_stores_are_told_so(tmp_path: Path) -> None:
+    for told in run_ranks(2, other_places, tmp_path, timeout_s=120):
+        assert "this rank has opened another store than the coordinator: the store's id is" in told
+
+
 def without_collectives(rank: int, world_size: int, folder: Path) -> Any:
     quiet()
     writer = TierStorageWriter(config(folder))

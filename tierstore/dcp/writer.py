@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from tierstore.dcp.differing import differing
-from tierstore.dcp.orders import Orders, check_same, check_written, whole_plan, with_orders
+from tierstore.dcp.orders import Orders, check_opened, check_same, check_written, whole_plan, with_orders
 from tierstore.dcp.own import own_state
 from tierstore.dcp.place import Place, moved, place_of
 from tierstore.dcp.stores import Key, WriterStore, close_stores, shared_store
@@ -152,7 +152,7 @@ class TierStorageWriter(StorageWriter, AsyncStager):
         save = self._saving()
         store = self._store(save.place, 0, len(plans)).store
         attempt = store.new_attempt(save.place.step)
-        return with_orders(plans, attempt)
+        return with_orders(plans, attempt, store._opened())
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Stages this rank's share and hands it on; done when it is on a tier. Errors are in the future, those of other ranks too."""
@@ -252,6 +252,7 @@ class TierStorageWriter(StorageWriter, AsyncStager):
         with telling(agreement, what):
             check_same(save.place, orders)
             store = self._store(save.place, orders.rank, orders.world_size)
+            check_opened(store.store._opened(), orders)
             plan = whole_plan(plan, planner, orders)
         with self._giving_up(store, orders, late=True):
             save.ticket = self._stage_and_submit(store, plan, planner, save, orders, agreement, what)

@@ -22,7 +22,7 @@ from tierstore.state.flatten import FlatState
 from tierstore.state.ownership import Agreed, Ownership
 from tierstore.state.units import Unit, merge, signature_of, table_of, units_of
 
-__all__ = ["JointSave", "Ranks", "rank_and_size", "ranks_of"]
+__all__ = ["JointSave", "Ranks", "differences", "rank_and_size", "ranks_of"]
 
 _LAYOUTS = 4
 """How many agreed tables are remembered: a run alternates between few structures."""
@@ -77,6 +77,11 @@ class Ranks:
         """On rank 0: a number that no agreed table has had."""
         self._count += 1
         return self._count
+
+
+def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """In what a rank's store is another one than rank 0's, for messages."""
+    return [f"{key} is {other.get(key)!r} there and {value!r} on rank 0" for key, value in first.items() if other.get(key) != value]
 
 
 def _all_same(values: Sequence[bytes]) -> bytes:
