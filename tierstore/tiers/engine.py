@@ -231,9 +231,9 @@ class Engine:
         key = f"{tier.name}:{type(error).__name__}"
         if key not in save.reported:
             save.reported += f" {key}"
-            save.ticket.report(tier.name, error)
-            if judge(error) is Verdict.REPORT:
+            if judge(error) is Verdict.REPORT:  # first, as in `give_up`
                 self.queue.surface(save_error(save, f"writing to tier {tier.name!r} (it is tried again)", error))
+            save.ticket.report(tier.name, error)
 
     def give_up(self, save: Save, where: str, error: TierStoreError) -> None:
         self.queue.surface(save_error(save, where, error))  # first: who waits for the ticket may ask for errors next
@@ -280,9 +280,9 @@ class Engine:
         save = self.saves.get(attempt)
         if save is None:
             return
-        save.ticket.report(tier.name, error)
-        if needs_help:
+        if needs_help:  # first, as in `give_up`
             self.queue.surface(save_error(save, f"copying to tier {tier.name!r} (it is tried again)", error))
+        save.ticket.report(tier.name, error)
 
     def failed(self, attempt: Attempt, tier: Tier, error: TierStoreError) -> None:
         save = self.saves.get(attempt)
