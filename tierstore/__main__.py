@@ -1,10 +1,23 @@
-"""``python -m tierstore``: the command line."""
+"""``python -m tierstore`` and the script ``tierstore``: the command line."""
 
 from __future__ import annotations
 
-from tierstore.cli.main import main
+import os
+import sys
 
-__all__: list[str] = []
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Runs the command line. Ctrl-C while it is being loaded, which takes a second, ends it as Ctrl-C later does."""
+    try:
+        from tierstore.cli.main import main as command_line
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.stderr.flush()
+        os._exit(130)  # half-loaded modules have nothing to tidy up, and may fail at it
+    command_line()
+
 
 if __name__ == "__main__":
     main()
