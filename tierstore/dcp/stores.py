@@ -1,8 +1,12 @@
 """The stores that this process's writers have opened: one for each configuration, run and rank.
 
 torch pickles the writer for every save with the process executor, and trainers make a new one for every save: a `Store` of each writer's
-own would leave its background work behind each time. So a process keeps what its writers opened, until one of them is closed or the
-process ends (the store drains then). This is state of the process, as the background work itself is; a forked child begins with none.
+own would leave its background work behind each time. So a process keeps what
+its writers opened, until one of them is closed or the process ends (the store drains then).
+
+`_OPEN` is the package's one piece of state in a module. It can't be otherwise: ``dcp.save(…, checkpoint_id="tier://…")`` and the process
+executor of ``async_save`` give us no object that lives from one save to the next, and promotion outlives a save. Its keys say all that
+makes two stores differ; a store that was closed, or that belongs to the parent of a fork, is opened anew.
 """
 
 from __future__ import annotations
