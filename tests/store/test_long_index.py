@@ -15,7 +15,7 @@ from tierstore.testing.equality import assert_same_state
 
 @pytest.fixture(autouse=True)
 def every_index_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierstore.tiers.replica.WHOLE_NBYTES", 0)
+    monkeypatch.setattr("tierstore.tiers.index_pages.WHOLE_NBYTES", 0)
 
 
 def state_of(value: float) -> dict[str, object]:

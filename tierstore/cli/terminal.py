@@ -64,7 +64,7 @@ class Terminal:
     def say(self, message: str, style: str = "") -> None:
         """Says on stderr what is going on; nothing with ``-q``."""
         if not self.quiet:
-            self.err.print(Text(message, style=style))
+            self._tell(Text(message, style=style))
 
     def complain(self, error: BaseException) -> None:
         """Prints an error as ``error: …`` and ``hint: …``; with ``-v`` the traceback before it."""
@@ -97,7 +97,10 @@ class Terminal:
             handler.conclude()
 
     def _labelled(self, label: str, message: str, style: str) -> None:
-        self.err.print(Text.assemble((f"{label}:", style), " ", message))
+        self._tell(Text.assemble((f"{label}:", style), " ", message))
+
+    def _tell(self, text: Text) -> None:
+        self.err.print(text, soft_wrap=not self.err.is_terminal)  # a log is searched by lines
 
 
 class _LogLines(logging.Handler):
