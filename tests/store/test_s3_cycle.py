@@ -265,7 +265,10 @@ def test_an_endpoint_that_is_down_for_the_whole_run_is_named_at_close_and_the_ne
     seaweed.start()
     seaweed.make_bucket("cycle")
     written = tmp_path / "tierstore.yaml"
-    written.write_text(json.dumps(config))  # JSON is YAML
+    patient = three_tiers(
+        tmp_path, object_tier(uri, seaweed.options()), patience="60s"
+    )  # a server that has just started may refuse for a while
+    written.write_text(json.dumps(patient))  # JSON is YAML
     command = [sys.executable, "-m", "tierstore", "-c", str(written), "sync", "--no-progress"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
