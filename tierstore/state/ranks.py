@@ -87,9 +87,7 @@ def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]
 def _all_same(values: Sequence[bytes]) -> bytes:
     told = [json.loads(value) for value in values]
     for rank, other in enumerate(told):
-        if apart := [
-            f"{key} is {other.get(key)!r} there and {value!r} on rank 0" for key, value in told[0].items() if other.get(key) != value
-        ]:
+        if apart := differences(told[0], other):
             raise UsageError(
                 f"rank {rank} has opened another store than rank 0: {'; '.join(apart)}",
                 hint="start all ranks with the same configuration, run and environment (TIERSTORE_CONFIG, TIERSTORE_RUN)",

@@ -131,7 +131,7 @@ class Lane:
         waiting = 0
         for entry in self._newest_first():
             if entry.working:
-                reason = "being copied"
+                reason = "being copied" if self.failing_since is None else f"being tried again: {self.last_error}"
             else:
                 reason = "put off: newer checkpoints go first" if self._is_put_off(waiting) else entry.reason
                 waiting += 1
