@@ -343,8 +343,7 @@ class Store:
     ) -> Ticket:
         """Hands this rank's staged share of `attempt` to the background work; the image is released in any case.
 
-        Raises:
-            SaveError: An earlier save failed in the background; this one was not taken.
+        What went wrong with earlier saves is not raised here, where other ranks have begun this one: see `raise_errors`.
         """
         self._check_usable()
         try:

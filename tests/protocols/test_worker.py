@@ -328,7 +328,7 @@ def test_a_failed_save_surfaces_as_the_policy_says(tmp_path: Path, on_error: str
         damaged.open.set()
         if on_error == "raise":
             with pytest.raises(SaveError, match=r"step 1 .*'nvme' failed") as raised:
-                worker.submit(save_job(new_attempt("r", 2)))
+                worker.raise_errors()
             assert isinstance(raised.value.__cause__, SaveError)
         worker.submit(save_job(new_attempt("r", 2))).wait("committed", 20)  # each error is raised once
         worker.drain(20)

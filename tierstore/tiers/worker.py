@@ -103,13 +103,14 @@ class Worker:
     def submit(self, job: SaveJob, *, timeout_s: float | None = None) -> Ticket:
         """Takes a staged save; returns when its image fits into the bound of bytes in memory.
 
+        What went wrong with earlier saves is `raise_errors`' to tell, before anything is staged: an attempt that other ranks have begun
+        must not end for an older one's failure.
+
         Raises:
-            SaveError: An earlier save failed in the background; this one was not taken.
             DeadlineError: No room within `timeout_s` seconds; this save was not taken.
             ClosedError: The worker is closed, or belongs to another process.
         """
         self._check_usable()
-        self.raise_errors()
         tiers = self._start().tiers
         ticket = Ticket(job.attempt, tiers=tiers.names, clock=self._session.clock)
         self._queue.put(Save(job=job, ticket=ticket), timeout_s=timeout_s)
