@@ -67,7 +67,7 @@ async def advance(
         return Outcome(view=view, done=True)
     if context.tiers.is_authority(tier):
         return await _to_authority(context, view, act=act, give_up=give_up)
-    if tier.name in view.log.evicted:
+    if tier.name in view.log.dropped:
         return Outcome(view=view, done=True)
     if tier.name in [t.name for t in further(context.tiers)]:
         return await _to_further(context, view, tier, act=act)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
 from tierstore.format.record import Record
 from tierstore.names import Attempt
+from tierstore.tiers.log_facts import Expiry, Hold
 
-__all__ = ["CheckpointInfo", "IncompleteAttempt", "LogFacts", "ReplicaState", "fold", "parse_file_name"]
+__all__ = ["CheckpointInfo", "IncompleteAttempt", "ReplicaState", "parse_file_name"]
 
 ReplicaState = Literal["complete", "receipt", "partial", "evicting", "quarantined"]
 """What a tier holds of a checkpoint.
@@ -34,8 +35,10 @@ class CheckpointInfo:
     `opening`: how many bytes a reader asks for first, by file, so that it need not wait for the manifest to ask for them. `nbytes`
     counts all its files, in bytes; `replicas` maps a tier's name to what it holds (absent: nothing, or the tier was not
     reached), nearest first; `receipts` maps a node tier's name to the ranks whose parts lie there; `replicated` maps a tier's name
-    to the facts that its ``replicated`` record gives. `superseded`: a later attempt at the same step committed. `hidden`: expired,
-    not yet swept. `damaged`: a record of its log can't be read. `authority_lost`: known from replicas' copies of the log only.
+    to the facts that its ``replicated`` record gives; `dropped` are the tiers whose copy was, or is being, removed on purpose, and
+    `quarantined` the (tier, file) that were found damaged. `expired`: the decision that it goes, while it is not swept. `superseded`: a
+    later attempt at the same step committed. `damaged`: a record of its log can't be read. `authority_lost`: known from replicas' copies
+    of the log only.
     """
 
     attempt: Attempt
@@ -48,12 +51,15 @@ class CheckpointInfo:
     metrics: Mapping[str, float] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
     pins: tuple[str, ...] = ()
+    holds: tuple[Hold, ...] = ()
     final: bool = False
     replicas: Mapping[str, ReplicaState] = field(default_factory=dict)
     receipts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     replicated: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    dropped: frozenset[str] = frozenset()
+    quarantined: frozenset[tuple[str, str]] = frozenset()
+    expired: Expiry | None = None
     superseded: bool = False
-    hidden: bool = False
     damaged: bool = False
     authority_lost: bool = False
     records: tuple[Record, ...] = ()
@@ -65,6 +71,11 @@ class CheckpointInfo:
     @property
     def step(self) -> int:
         return self.attempt.step
+
+    @property
+    def hidden(self) -> bool:
+        """Expired: not offered as the latest or best any more, but it can be read, and taken back."""
+        return self.expired is not None
 
     @property
     def complete_on(self) -> tuple[str, ...]:
@@ -108,73 +119,3 @@ def parse_file_name(name: str) -> tuple[str, int, int | None] | None:
     if found := _PART.fullmatch(name):
         return "part", int(found[1]), None
     return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogFacts:
-    """What an attempt's records say when read in order. `tiers` has the last word on each tier that the log speaks of."""
-
-    fate: Record
-    metrics: Mapping[str, float]
-    tags: tuple[str, ...]
-    pins: tuple[str, ...]
-    hidden: bool
-    swept: bool
-    tiers: Mapping[str, Literal["replicated", "evicting", "evicted", "quarantined"]]
-    replicated: Mapping[str, Mapping[str, Any]]
-
-
-def fold(records: Sequence[Record]) -> LogFacts:
-    """Reads an attempt's records, number 0 first, into what they say together. Unknown kinds and malformed facts say nothing."""
-    fate = records[0]
-    metrics = _numbers(fate.data.get("metrics"))
-    tags = dict.fromkeys(_texts(fate.data.get("tags")))
-    pins: dict[str, None] = {}
-    hidden = swept = False
-    tiers: dict[str, Literal["replicated", "evicting", "evicted", "quarantined"]] = {}
-    replicated: dict[str, Mapping[str, Any]] = {}
-    for record in records[1:]:
-        tier = record.data.get("tier")
-        if record.kind in ("pinned", "tagged", "revived"):
-            hidden = False  # each of them brings an expired checkpoint back by winning the next number (PROTOCOLS.md §6)
-        if record.kind == "metrics":
-            metrics.update(_numbers(record.data.get("metrics")))
-        elif record.kind == "tagged":
-            tags.update(dict.fromkeys(_texts(record.data.get("tags"))))
-        elif record.kind == "untagged":
-            for tag in _texts(record.data.get("tags")):
-                tags.pop(tag, None)
-        elif record.kind == "pinned":
-            pins[str(record.data.get("name", "pin"))] = None
-        elif record.kind == "unpinned":
-            pins.pop(str(record.data.get("name", "pin")), None)
-        elif record.kind == "expired":
-            hidden = True
-        elif record.kind == "swept":
-            swept = True
-        elif isinstance(tier, str) and record.kind in ("replicated", "evicting", "evicted", "quarantined"):
-            tiers[tier] = record.kind  # type: ignore[assignment]  # narrowed by the test above
-            if record.kind == "replicated":
-                replicated[tier] = record.data
-            else:
-                replicated.pop(tier, None)
-    return LogFacts(
-        fate=fate,
-        metrics=metrics,
-        tags=tuple(tags),
-        pins=tuple(pins),
-        hidden=hidden,
-        swept=swept,
-        tiers=tiers,
-        replicated=replicated,
-    )
-
-
-def _numbers(value: object) -> dict[str, float]:
-    if not isinstance(value, Mapping):
-        return {}
-    return {str(k): float(v) for k, v in value.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
-
-
-def _texts(value: object) -> Iterable[str]:
-    return [v for v in value if isinstance(v, str)] if isinstance(value, (list, tuple)) else ()

@@ -17,9 +17,10 @@ from tierstore.storage.contract import FileInfo
 from tierstore.storage.tasks import all_or_none
 from tierstore.tiers.copying import CopyContext, OnDamage, Proof, copy_document, copy_file, read_document
 from tierstore.tiers.log import append
+from tierstore.tiers.log_facts import fold
 from tierstore.tiers.space import check_space
 from tierstore.tiers.tier import Tier
-from tierstore.tiers.view import AttemptView, further, read_state, staging
+from tierstore.tiers.view import AttemptView, further, staging
 
 __all__ = [
     "copy_checkpoint",
@@ -98,15 +99,17 @@ async def record_replica(context: CopyContext, view: AttemptView, target: Tier, 
             "replicated",
             {"tier": target.name, "files": facts},
             clock=context.clock,
-            allow=lambda records: _still_wanted(records, target),
+            allow=lambda records: _still_wanted(records, target, since=len(view.records)),
         )
     except RefusedError:  # another process recorded the same copy first, or the checkpoint has expired meanwhile
         log.info("tier=%s checkpoint=%s is recorded, or no longer wanted", target.name, view.attempt.folder)
 
 
-def _still_wanted(records: Sequence[Record], target: Tier) -> bool:
-    state = read_state(tuple(records))
-    return not state.hidden and target.name not in state.replicated
+def _still_wanted(records: Sequence[Record], target: Tier, since: int) -> bool:
+    """Not where the tier's copy was dropped since the copying began: some of the files that it found there are gone."""
+    state = fold(records)
+    dropped = any(r.kind in ("evicting", "evicted") and r.data.get("tier") == target.name for r in records[since:])
+    return not (state.hidden or dropped or target.name in state.replicated)
 
 
 async def _copy_documents(
@@ -209,7 +212,7 @@ def _quarantining(context: CopyContext, view: AttemptView) -> OnDamage:
                 "quarantined",
                 {"tier": tier.name, "file": file, "detail": detail},
                 clock=context.clock,
-                allow=lambda records: (tier.name, file) not in read_state(tuple(records)).quarantined,
+                allow=lambda records: (tier.name, file) not in fold(records).quarantined,
             )
         except (RefusedError, NotFoundError):
             return  # another process was first; or the authority has lost its log, and `recover` is reading the replicas

@@ -20,8 +20,9 @@ from tierstore.tiers.catalog import Catalog, CheckpointInfo, scan
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.leftovers import sweep_leftovers
 from tierstore.tiers.locks import RunLock, lock_path
+from tierstore.tiers.log_facts import fold
 from tierstore.tiers.tier import Tier, Tiers, ensure_tier
-from tierstore.tiers.view import further, read_state, staging
+from tierstore.tiers.view import further, staging
 
 __all__ = ["Copy", "CopyKind", "Failure", "ReconcileReport", "pending", "promote", "reconcile"]
 
@@ -85,18 +86,18 @@ def pending(catalog: Catalog, tiers: Tiers) -> list[Copy]:
 
 
 def _wanted(info: CheckpointInfo, tiers: Tiers) -> list[Copy]:
-    state = read_state(info.records)
+    state = fold(info.records)
     copies: list[Copy] = []
     held: set[int] = set()
     for tier in staging(tiers):
         here = set(info.receipts.get(tier.name, ()))
         # A share (some of the ranks) is never complete in itself: that its documents are there can't be told from the catalog.
         undocumented = len(here) == info.world_size and info.replicas.get(tier.name) == "receipt"
-        if (held - here or undocumented) and tier.name not in state.evicted:
+        if (held - here or undocumented) and tier.name not in state.dropped:
             copies.append(Copy(attempt=info.attempt, tier=tier.name, kind="complete", nbytes=info.nbytes))
         held |= here
     for tier in further(tiers):
-        if tier.name not in state.replicated and tier.name not in state.evicted:
+        if tier.name not in state.replicated and tier.name not in state.dropped:
             copies.append(Copy(attempt=info.attempt, tier=tier.name, kind="promote", nbytes=info.nbytes))
     return copies
 

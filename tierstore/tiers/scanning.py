@@ -11,8 +11,9 @@ from typing import Any
 from tierstore.errors import IntegrityError, NotFoundError, StorageError, TierStoreError
 from tierstore.format.record import Record
 from tierstore.names import Attempt, attempt_of_log_path, log_root
-from tierstore.tiers.checkpoint import CheckpointInfo, IncompleteAttempt, LogFacts, ReplicaState, fold, parse_file_name
+from tierstore.tiers.checkpoint import CheckpointInfo, IncompleteAttempt, ReplicaState, parse_file_name
 from tierstore.tiers.log import parse_record, record_seq
+from tierstore.tiers.log_facts import LogFacts, fold
 from tierstore.tiers.tier import Tier, Tiers, recheck
 from tierstore.tiers.together import together
 
@@ -172,13 +173,12 @@ def _decide(attempt: Attempt, authority: _View | None, views: Sequence[_View], s
         scanned.incomplete.append(IncompleteAttempt(attempt=attempt, receipts=_receipts(attempt, views), unreadable=unreadable))
         return True
     facts = fold(records)
-    if facts.fate.kind == "condemned":
-        reason = str(facts.fate.data.get("reason") or "no reason was given")
-        size = facts.fate.data.get("world_size")
+    if facts.condemned:
+        reason = str(records[0].data.get("reason") or "no reason was given")
         scanned.condemned.append(
             IncompleteAttempt(
                 attempt=attempt,
-                world_size=size if isinstance(size, int) and size > 0 else None,
+                world_size=facts.world_size,
                 receipts=_receipts(attempt, views),
                 condemned=reason,
             )
@@ -206,7 +206,7 @@ def _info(
     damaged: bool,
     lost: bool,
 ) -> CheckpointInfo:
-    data = facts.fate.data
+    data = records[0].data
 
     def count(key: str) -> int | None:
         value = data.get(key)
@@ -214,20 +214,23 @@ def _info(
 
     return CheckpointInfo(
         attempt=attempt,
-        committed_at=facts.fate.at,
+        committed_at=records[0].at,
         manifest_digest=str(data.get("manifest", "")),
         manifest_nbytes=count("manifest_nbytes"),
         opening=_opening(data.get("opening")),
         nbytes=count("nbytes") or 0,
-        world_size=count("world_size") or 1,
+        world_size=facts.world_size or 1,
         metrics=facts.metrics,
         tags=facts.tags,
         pins=facts.pins,
+        holds=facts.holds,
         final=data.get("final") is True,
         replicas=replicas,
         receipts=receipts,
-        replicated=facts.replicated,
-        hidden=facts.hidden,
+        replicated={tier: record.data for tier, record in facts.replicated.items()},
+        dropped=facts.dropped,
+        quarantined=facts.quarantined,
+        expired=facts.expired,
         damaged=damaged,
         authority_lost=lost,
         records=tuple(records),
@@ -267,11 +270,11 @@ def _replicas(attempt: Attempt, facts: LogFacts, authority: _View | None, lost: 
     for view in views:
         if attempt not in view.folders:
             continue
-        name, word = view.tier.name, facts.tiers.get(view.tier.name)
+        name = view.tier.name
         copied = view.records.get(attempt, {}).get(0, 0) > 0 or (view is authority and not lost)
-        if word in ("evicting", "evicted"):
+        if name in facts.dropped:
             states[name] = "evicting"
-        elif word == "quarantined" and copied:
+        elif facts.quarantined_on(name) and copied:
             states[name] = "quarantined"
         elif copied and not _is_share(attempt, facts, view):
             states[name] = "complete"
@@ -284,9 +287,7 @@ def _replicas(attempt: Attempt, facts: LogFacts, authority: _View | None, lost: 
 
 def _is_share(attempt: Attempt, facts: LogFacts, view: _View) -> bool:
     """Whether a node's tier holds its own ranks' parts only, though the documents of the whole checkpoint lie beside them."""
-    world_size = facts.fate.data.get("world_size")
-    ranks = view.receipts.get(attempt, [])
-    return view.tier.scope == "node" and 0 < len(ranks) < (world_size if isinstance(world_size, int) else 1)
+    return view.tier.scope == "node" and 0 < len(view.receipts.get(attempt, [])) < (facts.world_size or 1)
 
 
 def _receipts(attempt: Attempt, views: Sequence[_View]) -> dict[str, tuple[int, ...]]:

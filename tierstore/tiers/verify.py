@@ -26,10 +26,11 @@ from tierstore.tiers.catalog import Catalog, CheckpointInfo, scan
 from tierstore.tiers.checkpoint import parse_file_name
 from tierstore.tiers.copying import Proof
 from tierstore.tiers.findings import Finding
+from tierstore.tiers.log_facts import fold
 from tierstore.tiers.progress import NO_PROGRESS, Progress
 from tierstore.tiers.tier import Tier, Tiers
 from tierstore.tiers.together import together
-from tierstore.tiers.view import further, read_state
+from tierstore.tiers.view import further
 
 __all__ = ["Level", "VerifyReport", "verify"]
 
@@ -169,12 +170,12 @@ def _note_catalog(work: _Verifying, catalog: Catalog, chosen: Sequence[Tier], st
 
 async def _verify_replica(work: _Verifying, info: CheckpointInfo, tier: Tier) -> None:
     """One checkpoint on one tier."""
-    state = read_state(info.records)
+    state = fold(info.records)
     held = info.replicas.get(tier.name)
     far = tier.name in [t.name for t in further(work.tiers)]
     promised = work.tiers.is_authority(tier) if not far else tier.name in state.replicated
-    if tier.name in state.evicted or (held is None and not promised):
-        if far and tier.name not in state.evicted and not (info.hidden or info.superseded):
+    if tier.name in state.dropped or (held is None and not promised):
+        if far and tier.name not in state.dropped and not (info.hidden or info.superseded):
             work.note("V112", tier.name, "", "not copied yet", info.attempt)
         return
     if held == "partial" and not promised:

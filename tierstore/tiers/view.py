@@ -13,9 +13,10 @@ from tierstore.format.receipt import Receipt, decode_receipt
 from tierstore.format.record import Record
 from tierstore.names import MANIFEST, Attempt
 from tierstore.tiers.log import read_log
+from tierstore.tiers.log_facts import LogFacts, fold
 from tierstore.tiers.tier import Tier, Tiers
 
-__all__ = ["AttemptView", "LogState", "further", "observe", "read_state", "staging"]
+__all__ = ["AttemptView", "further", "observe", "staging"]
 
 log = logging.getLogger(__name__)
 
@@ -36,66 +37,12 @@ def further(tiers: Tiers) -> tuple[Tier, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogState:
-    """What an attempt's log says at its end."""
-
-    fate: Record | None = None
-    """Record 000000: committed or condemned."""
-    replicated: Mapping[str, Record]
-    """Tier → the record that made its copy count; evicted copies are not here."""
-    evicted: frozenset[str] = frozenset()
-    quarantined: frozenset[tuple[str, str]] = frozenset()
-    """(tier, file) whose bytes were found damaged."""
-    hidden: bool = False
-    """Expired and not revived, or swept."""
-
-    @property
-    def committed(self) -> bool:
-        return self.fate is not None and self.fate.kind == "committed"
-
-    @property
-    def condemned(self) -> bool:
-        return self.fate is not None and self.fate.kind == "condemned"
-
-
-def read_state(records: tuple[Record, ...]) -> LogState:
-    """Folds a log into its state (PROTOCOLS.md §2, §5, §6). Pure."""
-    replicated: dict[str, Record] = {}
-    evicted: set[str] = set()
-    quarantined: set[tuple[str, str]] = set()
-    hidden = False
-    fate = records[0] if records and records[0].seq == 0 else None
-    for record in records:
-        tier = str(record.data.get("tier", ""))
-        if record.kind == "replicated":
-            replicated[tier] = record
-            evicted.discard(tier)
-            quarantined = {(t, f) for t, f in quarantined if t != tier}
-        elif record.kind in ("evicting", "evicted"):
-            replicated.pop(tier, None)
-            evicted.add(tier)
-        elif record.kind == "quarantined":
-            quarantined.add((tier, str(record.data.get("file", ""))))
-        elif record.kind in ("expired", "swept"):
-            hidden = True
-        elif record.kind in ("revived", "pinned", "tagged"):
-            hidden = False
-    return LogState(
-        fate=fate,
-        replicated=replicated,
-        evicted=frozenset(evicted),
-        quarantined=frozenset(quarantined),
-        hidden=hidden or any(r.kind == "swept" for r in records),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptView:
     """One attempt as the tiers show it at one moment."""
 
     attempt: Attempt
     records: tuple[Record, ...]
-    log: LogState
+    log: LogFacts
     receipts: Mapping[str, Mapping[int, Receipt]]
     """Staging tier → rank → its receipt; a tier that could not be read is left out."""
     documented: frozenset[str]
@@ -120,7 +67,7 @@ async def observe(tiers: Tiers, attempt: Attempt, *, world_size: int | None = No
     looks = [_look(tier, attempt) for tier in nodes]
     found = await asyncio.gather(*looks)
     records = await read_log(tiers.authority.storage, attempt)
-    state = read_state(records)
+    state = fold(records)
     parts: frozenset[int] = frozenset()
     if state.fate is None:
         listing = await tiers.authority.storage.children(attempt.folder)
