@@ -47,6 +47,7 @@ class LogFacts:
         pins: Names of the pins.
         holds: The holds that were not released; whether one has run out is for who knows the time.
         expired: The decision that it goes, unless it was taken back.
+        revived: When it was last taken back from being expired.
         swept: It is gone: the point of no return.
         replicated: Tier → the record that made its copy count; evicted copies are not here.
         evicting: Tiers whose copy is being removed.
@@ -60,6 +61,7 @@ class LogFacts:
     pins: tuple[str, ...] = ()
     holds: tuple[Hold, ...] = ()
     expired: Expiry | None = None
+    revived: datetime | None = None
     swept: bool = False
     replicated: Mapping[str, Record] = field(default_factory=dict)
     evicting: frozenset[str] = frozenset()
@@ -103,12 +105,14 @@ def fold(records: Sequence[Record]) -> LogFacts:
     pins: dict[str, None] = {}
     holds: dict[str, Hold] = {}
     expired: Expiry | None = None
+    revived: datetime | None = None
     replicated: dict[str, Record] = {}
     words: dict[str, str] = {}
     quarantined: set[tuple[str, str]] = set()
     for record in records:
         data, tier, name = record.data, str(record.data.get("tier", "")), str(record.data.get("name", "pin"))
         if record.kind in ("pinned", "tagged", "held", "revived"):
+            revived = record.at if expired else revived
             expired = None  # each of them brings an expired checkpoint back by winning the next number
         if record.kind == "metrics":
             metrics.update(_numbers(data.get("metrics")))
@@ -144,6 +148,7 @@ def fold(records: Sequence[Record]) -> LogFacts:
         pins=tuple(pins),
         holds=tuple(holds.values()),
         expired=expired,
+        revived=revived,
         swept=any(r.kind == "swept" for r in records),
         replicated=replicated,
         evicting=frozenset(t for t, word in words.items() if word == "evicting"),

@@ -231,6 +231,7 @@ def _info(
         dropped=facts.dropped,
         quarantined=facts.quarantined,
         expired=facts.expired,
+        revived=facts.revived,
         damaged=damaged,
         authority_lost=lost,
         records=tuple(records),
