@@ -37,8 +37,8 @@ class CheckpointInfo:
     reached), nearest first; `receipts` maps a node tier's name to the ranks whose parts lie there; `replicated` maps a tier's name
     to the facts that its ``replicated`` record gives; `dropped` are the tiers whose copy was, or is being, removed on purpose, and
     `quarantined` the (tier, file) that were found damaged. `expired`: the decision that it goes, while it is not swept; `revived`: when it
-    was last taken back. `superseded`: a later attempt at the same step committed. `damaged`: a record of its log can't be read. `authority_lost`: known from replicas' copies
-    of the log only.
+    was last taken back. `superseded`: a later attempt at the same step committed. `damaged`: a record of its log can't be read.
+    `authority_lost`: known from replicas' copies of the log only.
     """
 
     attempt: Attempt
