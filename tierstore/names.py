@@ -13,6 +13,7 @@ from tierstore.errors import FormatError, UsageError
 
 __all__ = [
     "DESCRIPTOR",
+    "EVICTED",
     "INDEX",
     "MANIFEST",
     "OBJECTS",
@@ -35,6 +36,7 @@ __all__ = [
 
 DESCRIPTOR = "tierstore.json"
 MANIFEST = "manifest.json"
+EVICTED = "evicted.json"
 INDEX = "index.safetensors"
 OBJECTS = "objects.json"
 TMP = ".tmp"
@@ -111,6 +113,11 @@ class Attempt:
     def receipt_path(self, rank: int) -> str:
         """A node tier's local receipt: this rank's part of this attempt is complete and synced there."""
         return f"{self.log_folder}/receipt-{rank:05d}.json"
+
+    @property
+    def evicted_path(self) -> str:
+        """On a tier before the authority: this node's copy was dropped on purpose, and is not made again."""
+        return f"{self.log_folder}/{EVICTED}"
 
     @staticmethod
     def parse(run: str, name: str) -> Attempt | None:

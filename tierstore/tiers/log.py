@@ -10,17 +10,29 @@ import os
 import platform
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tierstore.clock import Clock
+from tierstore.clock import Clock, utc_text
 from tierstore.errors import ConflictError, IntegrityError, NotFoundError, RefusedError
 from tierstore.format.record import Record, decode_record, encode_record
 from tierstore.names import Attempt
 from tierstore.storage.contract import Storage
 from tierstore.tiers.together import together
 
-__all__ = ["actor_name", "append", "decide_fate", "new_nonce", "read_fate", "read_log", "read_record", "record_seq"]
+__all__ = [
+    "actor_name",
+    "append",
+    "decide_fate",
+    "new_nonce",
+    "parse_record",
+    "read_fate",
+    "read_log",
+    "read_record",
+    "record_seq",
+    "swept_in",
+    "too_late",
+]
 
 MAX_RECORD_NBYTES = 8 << 20
 _LEAF = re.compile(r"(\d{6})\.json")
@@ -80,28 +92,73 @@ async def read_log(storage: Storage, attempt: Attempt) -> tuple[Record, ...]:
     """All records of an attempt, in order; empty if its fate is open.
 
     The listing only says where to begin: the end is found by asking for the next number until there is none, for some shared file
-    systems list late (PROTOCOLS.md §1).
+    systems list late (PROTOCOLS.md §1). Of a swept checkpoint what was not trimmed yet: at least ``000000`` and, last, ``swept``.
 
     Raises:
         IntegrityError: A record is missing in the middle, or can't be parsed.
     """
+    missing = -1
+    for _ in range(2):  # a record that goes between the listing and its reading is being trimmed, and then the next listing shows `swept`
+        numbers = await _listed(storage, attempt)
+        found = await _read_listed(storage, attempt, numbers)
+        if swept_in(found.values()) is not None:
+            return tuple(found[seq] for seq in sorted(found))
+        missing = next((seq for seq in range(max(numbers, default=-1) + 1) if seq not in found), -1)
+        if missing < 0:
+            return await _read_on(storage, attempt, [found[seq] for seq in sorted(found)])
+    raise IntegrityError(
+        f"the log {attempt.log_folder} on {storage.uri} has records up to {max(numbers)}, but one before it is missing: {missing:06d}.json",
+        hint="run `tierstore verify`; `tierstore recover` rebuilds a log from the replicas",
+        run=attempt.run,
+        step=attempt.step,
+    )
+
+
+async def _listed(storage: Storage, attempt: Attempt) -> set[int]:
     listed = await storage.list(attempt.log_folder)
-    numbers = [seq for info in listed if (seq := record_seq(info.path.rpartition("/")[2])) is not None]
-    known = max(numbers, default=-1) + 1
-    try:
-        records = await together(lambda seq: read_record(storage, attempt, seq), range(known))
-    except NotFoundError as error:
-        raise IntegrityError(
-            f"the log {attempt.log_folder} on {storage.uri} has records up to {known - 1}, but one before it is missing",
-            hint="run `tierstore verify`; `tierstore recover` rebuilds a log from the replicas",
-            run=attempt.run,
-            step=attempt.step,
-        ) from error
+    return {seq for info in listed if (seq := record_seq(info.path.rpartition("/")[2])) is not None}
+
+
+async def _read_listed(storage: Storage, attempt: Attempt, numbers: set[int]) -> dict[int, Record]:
+    """The records up to the last one listed, as far as they are there; only the listed ones where that one ends the log."""
+    found: dict[int, Record] = {}
+
+    async def one(seq: int) -> None:
+        try:
+            found[seq] = await read_record(storage, attempt, seq)
+        except NotFoundError:
+            return
+
+    last = max(numbers, default=-1)
+    if len(numbers) <= last:  # trimmed, or listed late
+        await one(last)
+        if swept_in(found.values()) is None:
+            numbers = set(range(last + 1))
+    await together(one, sorted(numbers - found.keys()))
+    return found
+
+
+async def _read_on(storage: Storage, attempt: Attempt, records: list[Record]) -> tuple[Record, ...]:
     while True:
         try:
             records.append(await read_record(storage, attempt, len(records)))
         except NotFoundError:
             return tuple(records)
+
+
+def swept_in(records: Iterable[Record]) -> Record | None:
+    """The record that says that the checkpoint is gone, if there is one: nothing follows it, and those before it may be gone."""
+    return next((record for record in records if record.kind == "swept"), None)
+
+
+def too_late(attempt: Attempt, kind: str, swept: Record) -> RefusedError:
+    """The error for a decision about a checkpoint that was swept."""
+    return RefusedError(
+        f"{kind!r} comes too late: step {attempt.step} of run {attempt.run!r} was deleted at {utc_text(swept.at)} by {swept.actor}",
+        hint="it can't be brought back; pin or hold a checkpoint before it expires, or undelete it while it is only expired",
+        run=attempt.run,
+        step=attempt.step,
+    )
 
 
 async def append(
@@ -117,6 +174,9 @@ async def append(
 ) -> Record:
     """Appends a decision by winning the next number; after a lost race it reads again and decides again.
 
+    Nothing follows `swept`. As the records before it are trimmed, a number that was free for somebody who has slept since then can be
+    won once more: so the log is listed again after the win, and a record beside `swept` counts for nothing.
+
     Args:
         storage: The authority's storage.
         attempt: Whose log.
@@ -130,7 +190,7 @@ async def append(
     Raises:
         NotFoundError: The attempt has no fate yet: there is nothing to decide about.
         ConflictError: The log has grown past `after`.
-        RefusedError: `allow` said no.
+        RefusedError: The checkpoint was swept, or `allow` said no.
         OutcomeUnknownError: The answer was lost and the record can't be read back.
     """
     nonce = new_nonce()
@@ -139,10 +199,12 @@ async def append(
         if not records:
             raise NotFoundError(
                 f"{attempt.log_folder} on {storage.uri} has no commit record",
-                hint="only a committed checkpoint can be decided about: see `tierstore status`",
+                hint="only a committed checkpoint can be decided about; `tierstore recover` rebuilds a lost log",
                 run=attempt.run,
                 step=attempt.step,
             )
+        if (swept := swept_in(records)) is not None:
+            raise too_late(attempt, kind, swept)
         if after is not None and records[-1].seq != after:
             raise ConflictError(
                 f"the log {attempt.log_folder} has grown from {after} to {records[-1].seq} since it was read",
@@ -162,7 +224,17 @@ async def append(
             await storage.create(attempt.record_path(record.seq), encode_record(record))
         except ConflictError:
             continue  # someone else won this number: see what they decided
+        last = max(await _listed(storage, attempt), default=record.seq)
+        if last > record.seq and (swept := await _swept_at(storage, attempt, last)) is not None:
+            raise too_late(attempt, kind, swept)
         return record
+
+
+async def _swept_at(storage: Storage, attempt: Attempt, seq: int) -> Record | None:
+    try:
+        return swept_in([await read_record(storage, attempt, seq)])
+    except NotFoundError:
+        return None
 
 
 async def decide_fate(
