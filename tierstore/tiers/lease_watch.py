@@ -1,0 +1,133 @@
+"""An observer of leases: which readers hold what, and whose lease is dead (PROTOCOLS.md §6). The holder's side is `leases.py`."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tierstore.clock import Clock
+from tierstore.errors import IntegrityError, NotFoundError
+from tierstore.format.digest import digest_of
+from tierstore.format.document import decode_document
+from tierstore.format.fields import Fields
+from tierstore.names import Attempt
+from tierstore.tiers.tier import Tiers
+from tierstore.tiers.together import together
+
+__all__ = ["LEASE_DOCUMENT", "LeaseSeen", "LeaseWatch", "lease_path", "lease_root"]
+
+log = logging.getLogger(__name__)
+
+LEASE_DOCUMENT = "tierstore.lease"
+_MAX_NBYTES = 64 << 10
+_LEAF = re.compile(r"([0-9a-f]{32})\.json")
+_UNREADABLE_TTL_S = 600.0
+_MAX_TTL_S = 7 * 86400.0
+
+
+def lease_root(run: str) -> str:
+    """The folder of all leases of a run."""
+    return f"{run}/.leases"
+
+
+def lease_path(attempt: Attempt, lease_id: str) -> str:
+    return f"{lease_root(attempt.run)}/{attempt.name}/{lease_id}.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseSeen:
+    """A lease as an observer read it. `holder` is a host and process, for people; `ttl_s` is in seconds."""
+
+    attempt: Attempt
+    lease_id: str
+    holder: str
+    kind: str
+    beat: int
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Watched:
+    digest: str
+    since: float
+    """When this content was first seen, by the observer's monotonic clock."""
+
+
+class LeaseWatch:
+    """An observer of leases: it has to be kept, for it believes nothing but what it saw itself, by its own monotonic clock.
+
+    Wall clocks, a file's times and what a lease says of its time count for nothing. A new observer holds every lease for alive.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._watched: dict[str, _Watched] = {}
+
+    async def living(self, tiers: Tiers, run: str) -> Mapping[Attempt, tuple[LeaseSeen, ...]]:
+        """The leases of a run that are not dead, by checkpoint; removes the dead ones.
+
+        Raises:
+            StorageError: The authority can't be asked: then nothing may be freed.
+        """
+        storage, root = tiers.authority.storage, f"{lease_root(run)}/"
+        named = {info.path: ours for info in await storage.list(lease_root(run)) if (ours := _parse_path(root, info.path)) is not None}
+
+        async def read(path: str) -> bytes | None:
+            try:
+                return await storage.read(path)
+            except NotFoundError:
+                return None  # released meanwhile
+            except IntegrityError:
+                return b""  # rewritten while it was read
+
+        paths = sorted(named)
+        read_at_once = zip(paths, await together(read, paths), strict=True)
+        now = self._clock.monotonic()
+        before = {path: self._watched.pop(path) for path in list(self._watched) if path.startswith(root)}
+        alive: dict[Attempt, list[LeaseSeen]] = {}
+        dead: list[str] = []
+        for path, data in read_at_once:
+            if data is None:
+                continue
+            seen, digest = _seen(*named[path], data), digest_of(data)
+            known = before.get(path)
+            watched = known if known is not None and known.digest == digest else _Watched(digest=digest, since=now)
+            self._watched[path] = watched
+            if now - watched.since >= seen.ttl_s:
+                log.info("run=%s the lease of %s on step %d is dead: no beat for %g s", run, seen.holder, seen.attempt.step, seen.ttl_s)
+                dead.append(path)
+            else:
+                alive.setdefault(seen.attempt, []).append(seen)
+        if dead:
+            await storage.delete(dead)
+        return {attempt: tuple(found) for attempt, found in alive.items()}
+
+
+def _parse_path(root: str, path: str) -> tuple[Attempt, str] | None:
+    """The checkpoint and the lease's id; None for a name that is not of our grammar, which is left alone and holds nothing."""
+    folder, _, leaf = path.removeprefix(root).rpartition("/")
+    attempt, found = Attempt.parse(root.removesuffix("/.leases/"), folder), _LEAF.fullmatch(leaf)
+    return (attempt, found[1]) if attempt is not None and found is not None else None
+
+
+def _seen(attempt: Attempt, lease_id: str, data: bytes) -> LeaseSeen:
+    """What a lease says; one that can't be read holds all the same, with the default TTL."""
+    try:
+        fields = Fields(what=LEASE_DOCUMENT, body=decode_document(data, LEASE_DOCUMENT, max_nbytes=_MAX_NBYTES))
+        ttl_s = fields.number("ttl_s")
+        if not 0 < ttl_s < math.inf:
+            raise fields.error("ttl_s", "is no duration")
+        return LeaseSeen(
+            attempt=attempt,
+            lease_id=lease_id,
+            holder=fields.text("holder"),
+            kind=fields.text("kind"),
+            beat=fields.integer("beat"),
+            ttl_s=min(ttl_s, _MAX_TTL_S),
+        )
+    except IntegrityError as error:
+        log.debug("checkpoint=%s lease=%s can't be read: %s", attempt.folder, lease_id, error.message)
+        return LeaseSeen(attempt=attempt, lease_id=lease_id, holder="unknown", kind="unreadable", beat=0, ttl_s=_UNREADABLE_TTL_S)
