@@ -1,0 +1,91 @@
+"""What a collector says that it did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tierstore.errors import PartialError, TierStoreError
+from tierstore.names import Attempt
+from tierstore.tiers.retention import Plan
+
+__all__ = ["CollectReport", "Failed", "Freed", "FreedKind", "PruneReport", "Tended"]
+
+FreedKind = Literal["evict", "sweep", "orphan"]
+"""``evict``: one tier's copy of a checkpoint that stays; ``sweep``: a deleted checkpoint; ``orphan``: what a condemned attempt left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freed:
+    """What was removed from one tier (in a dry run: would be): how many files, and how many bytes they had."""
+
+    attempt: Attempt
+    tier: str
+    kind: FreedKind
+    files: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """What could not be done this time; the next run tries again. `attempt` None: a whole tier; `tier` empty: the log."""
+
+    attempt: Attempt | None
+    tier: str
+    error: TierStoreError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneReport:
+    """What was decided (in a dry run: would be). `passed_over` are those that the plan named and that stayed as they were, and why."""
+
+    plan: Plan
+    expired: tuple[Attempt, ...] = ()
+    revived: tuple[Attempt, ...] = ()
+    passed_over: tuple[tuple[Attempt, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectReport:
+    """What one collection did.
+
+    Attributes:
+        freed: What was removed, by attempt and tier.
+        waiting: What is not freed yet, and why: an undelete window, a lease, an attempt that is not old enough.
+        failed: What a fault kept from being done.
+        leftovers: Temporaries and unfinished uploads of dead processes that were removed, by tier.
+        foreign: Files that lie in folders which should be empty, and are not ours to delete: ``tier:path``.
+        dry_run: Nothing was done.
+    """
+
+    freed: tuple[Freed, ...] = ()
+    waiting: tuple[tuple[Attempt, str], ...] = ()
+    failed: tuple[Failed, ...] = ()
+    leftovers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    foreign: tuple[str, ...] = ()
+    dry_run: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes were freed."""
+        return sum(freed.nbytes for freed in self.freed)
+
+    @property
+    def files(self) -> int:
+        """How many files were removed."""
+        return sum(freed.files for freed in self.freed)
+
+    @property
+    def exit_code(self) -> int:
+        """3 where something failed, else 0."""
+        return PartialError.exit_code if self.failed else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tended:
+    """What one round of housekeeping did. `pruned` None: nothing is to be decided here; `refused`: why a brake kept it from deciding."""
+
+    collected: CollectReport
+    pruned: PruneReport | None = None
+    refused: str = ""
