@@ -17,10 +17,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tierstore.config_cadence import AutoEvery, BetterEvery, DynamicEvery, SaveEvery
 from tierstore.config_document import Document, expand, parse_yaml
 from tierstore.config_explain import explain
 from tierstore.config_mistakes import KeyPath, Mistake, config_error, is_secret, redact
-from tierstore.config_models import AutoEvery, IoConfig, SaveConfig, SaveEvery, StoreConfig, TierConfig
+from tierstore.config_models import IoConfig, SaveConfig, StoreConfig, TierConfig
 from tierstore.config_retention import (
     BestRule,
     EveryRule,
@@ -41,6 +42,8 @@ __all__ = [
     "DEFAULT_FILE",
     "AutoEvery",
     "BestRule",
+    "BetterEvery",
+    "DynamicEvery",
     "EveryRule",
     "EvictConfig",
     "GcConfig",

@@ -9,13 +9,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from tierstore.config_cadence import SaveEvery
 from tierstore.config_mistakes import Mistake, MistakesError, redact
 from tierstore.config_retention import Override, RetentionConfig
 from tierstore.config_uris import default_durable, is_local, normal_uri, overlaps
-from tierstore.config_values import Count, Duration, Model, Rate, Size, Text, one_of
+from tierstore.config_values import Count, Duration, Model, Rate, Size, Text
 from tierstore.names import check_run
 
-__all__ = ["AutoEvery", "IoConfig", "ReadConfig", "SaveConfig", "SaveEvery", "StoreConfig", "TierConfig"]
+__all__ = ["IoConfig", "ReadConfig", "SaveConfig", "StoreConfig", "TierConfig"]
 
 _TIER_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 _LEVELS = ("staged", "committed", "durable")
@@ -81,25 +82,6 @@ class TierConfig(Model):
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():
             yield name, redact(value) if name == "options" else value
-
-
-class AutoEvery(Model):
-    """An interval computed from the cost of a save and the mean time between failures, in seconds."""
-
-    mtbf_s: Duration = Field(alias="mtbf")
-
-
-class SaveEvery(Model):
-    """When a save is due: exactly one field is set."""
-
-    steps: Count | None = None
-    seconds: Annotated[float, Field(gt=0, le=10**9, allow_inf_nan=False, examples=[600])] | None = None
-    auto: AutoEvery | None = None
-
-    @model_validator(mode="after")
-    def _has_one_key(self) -> SaveEvery:
-        one_of(self, "every")
-        return self
 
 
 class SaveConfig(Model):

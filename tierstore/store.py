@@ -29,6 +29,7 @@ from tierstore.state.lazy import Checkpoint
 from tierstore.state.load import LoadOptions, load_state
 from tierstore.state.ranks import JointSave, Ranks, rank_and_size, ranks_of
 from tierstore.state.resuming import Resumed, resume_newest
+from tierstore.state.shared_cadence import SharedCadence
 from tierstore.state.stage import StagedState, stage
 from tierstore.state.stage_chunks import PlannedChunk, stage_chunks
 from tierstore.tiers.cadence import Cadence
@@ -107,7 +108,7 @@ class Store:
         self._given_codecs = codecs
         self._codecs = codecs or default_codecs()
         self._session = Session.open(config, clock=self._clock)
-        self._cadence = Cadence(config.save.every, self._clock)
+        self._cadence = Cadence(config.save.every, self._clock, history=lambda: self._catalog().checkpoints)
         self._cache = RecordCache()
         self._worker = Worker(self._session, self.run, rank=rank)
         self._pool = ImagePool(self._image_directory(), max_nbytes=config.io.max_inflight)
@@ -115,6 +116,7 @@ class Store:
         self._process_group = process_group
         self._ranks: Ranks | None = None
         self._together = threading.Lock()
+        self._decider: SharedCadence | None = None
         self._last_save_id = ""
         self._saved: dict[int, str] = {}
         self._pid = os.getpid()
@@ -193,7 +195,9 @@ class Store:
             if joint is not None and joint.under_way:  # the others go on: this rank's part will never come
                 self._give_up(Attempt(run=self.run, step=step, save_id=joint.save_id), error)
             raise
-        self._cadence.stall_s = ticket.stall_s = self._clock.monotonic() - began
+        ticket.stall_s = self._clock.monotonic() - began
+        self._cadence.stalled(ticket.stall_s)
+        ticket.on("committed", lambda event: self._cadence.committed(self._clock.monotonic() - began))
         return ticket
 
     def _submit(self, attempt: Attempt, staged: StagedState, facts: Mapping[str, Any]) -> Ticket:
@@ -213,7 +217,7 @@ class Store:
         except BaseException:
             staged.release()
             raise
-        self._cadence.saved()
+        self._cadence.saved(attempt.step, facts["metrics"])
         with self._lock:
             self._saved[attempt.step] = attempt.save_id
         return ticket
@@ -368,9 +372,31 @@ class Store:
         storage = self._session.tiers.authority.storage
         self._session.run(decide_fate(storage, attempt, "condemned", {"reason": reason, "world_size": self.world_size}, self._clock))
 
-    def should_save(self, step: int) -> bool:
-        """Whether ``save.every`` of the configuration asks for a save at `step` (False without such a rule)."""
-        return self._cadence.due(check_step(step))
+    def should_save(self, step: int, metrics: Mapping[str, float] | None = None) -> bool:
+        """Whether ``save.every`` of the configuration asks for a save at `step` (False without such a rule); `why_save` says why.
+
+        In a store of several ranks all of them ask at the same steps; where more than the step's number counts, rank 0 decides for all.
+
+        Args:
+            step: The step that was just trained.
+            metrics: What was measured at it, for rules that go by a metric; only rank 0's count.
+
+        Raises:
+            DeadlineError: Rank 0 did not ask within ``save.agreement_timeout``.
+        """
+        self._check_usable()
+        step, every = check_step(step), self.config.save.every
+        if every is None:
+            return False
+        if self.world_size == 1 or every.by_step_alone:
+            return self._cadence.look(step, metrics).due
+        with self._together:
+            self._decider = self._decider or SharedCadence(self._cadence, self._joint_ranks().agreement)
+            return self._decider.due(step, metrics)
+
+    def why_save(self) -> str:
+        """The rule of ``save.every`` in words, with what it comes to now: for ``auto``, the interval and what it was computed from."""
+        return self._cadence.explain()
 
     # ---- looking
 

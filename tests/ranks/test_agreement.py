@@ -29,6 +29,17 @@ def test_all_ranks_get_the_same_answer_of_any_size(tmp_path: Path) -> None:
     assert run_ranks(3, agrees, tmp_path) == [[3, "of rank 0", names, large]] * 3
 
 
+def hears(rank: int, world_size: int, folder: Path) -> Any:
+    ranks = Agreement(deadline_s=60)
+    heard = [ranks.hear("a word", lambda n=n: b"%d" % n).decode() for n in range(3)]  # type: ignore[misc]
+    ranks.share("a question", b"x")
+    return [*heard, ranks.hear("a word", lambda: b"last").decode()]
+
+
+def test_rank_0_is_heard_without_waiting_for_the_others(tmp_path: Path) -> None:
+    assert run_ranks(3, hears, tmp_path) == [["0", "1", "2", "last"]] * 3
+
+
 def fails_on_one(rank: int, world_size: int, folder: Path, failing: int) -> Any:
     ranks = Agreement(deadline_s=60)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.config import (
+    AutoEvery,
+    BetterEvery,
+    DynamicEvery,
     EveryRule,
     KeepRule,
     RetentionConfig,
@@ -170,6 +174,26 @@ def test_a_save_is_due_by_steps_seconds_or_failure_rate(load: Load, every: str, 
     assert given_every is not None
     found = {"steps": given_every.steps, "seconds": given_every.seconds, "auto": given_every.auto and given_every.auto.mtbf_s}
     assert {name: value for name, value in found.items() if value is not None} == dict([expected])
+
+
+def test_rules_for_saving_that_go_by_a_metric_and_several_at_once(load: Load) -> None:
+    text = """
+        tiers: [/a]
+        save:
+          every:
+            any:
+              - {better: {metric: val/loss, mode: min, by: 0.01}}
+              - {dynamic: {metric: loss, change: 5%, least: 50, most: 2000}}
+              - {auto: {least: 1m, most: 1h}}
+              - any: [{steps: 500}]
+    """
+    every = load(textwrap.dedent(text)).save.every
+    assert every is not None
+    better, dynamic, auto, steps = every.rules
+    assert better.better == BetterEvery(metric="val/loss", mode="min", by=0.01)
+    assert dynamic.dynamic == DynamicEvery(metric="loss", change=0.05, least=50, most=2000)
+    assert auto.auto == AutoEvery(least_s=60.0, most_s=3600.0)
+    assert (steps.steps, every.by_step_alone, steps.by_step_alone) == (500, False, True)
 
 
 def test_what_a_read_costs_is_configured_in_part_or_whole_or_not_at_all(load: Load) -> None:
@@ -419,6 +443,9 @@ WRONG: list[tuple[str, str, int, str, str, str]] = [
     ("version: 2\ntiers: [/a]", "version", 1, "2", "reads version 1", "upgrade"),
     ("run: 5\ntiers: [/a]", "run", 1, "5", "must be text", 'run: "5"'),
     ("run: a b\ntiers: [/a]", "run", 1, "'a b'", "can't name a run", "letters"),
+    ("tiers: [/a]\nsave: {every: {dynamic: {metric: l, least: 9, most: 5}}}", "save.every.dynamic", 2, "", "least is more than most", ""),
+    ("tiers: [/a]\nsave: {every: {auto: {least: 2h, most: 1h}}}", "save.every.auto", 2, "", "least is longer than most", ""),
+    ("tiers: [/a]\nsave: {every: {any: []}}", "save.every.any", 2, "[]", "at least 1 item", "steps: 500"),
     ("tiers: [/a]\nsave: {every: {}}", "save.every", 2, "", "has none", ""),
     ("tiers: [/a]\nsave: {every: {steps: 5, seconds: 5}}", "save.every", 2, "", "steps and seconds together", ""),
     ("tiers: [/a]\nsave: {every: {steps: 0}}", "save.every.steps", 2, "0", "greater than or equal to 1", "steps: 5"),

@@ -16,6 +16,7 @@ PACKAGE = ROOT / "tierstore"
 
 FLOORS: dict[str, int] = {
     "config": 0,
+    "config_cadence": 0,
     "config_document": 0,
     "config_explain": 0,
     "config_mistakes": 0,

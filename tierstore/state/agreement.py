@@ -47,6 +47,8 @@ class Agreement:
         self.rank, self.world_size = group_of(group)
         self.deadline_s = deadline_s
         self._asked = 0
+        self._told: list[int] = []
+        self._heard = 0
         members = dist.get_process_group_ranks(group) if group is not None else list(range(self.world_size))
         base: Any = distributed_c10d._get_default_store()
         with contextlib.suppress(AttributeError, RuntimeError):  # a FileStore has one connection and no lock to share
@@ -66,6 +68,7 @@ class Agreement:
         group_of(None)
         made = cls.__new__(cls)
         made.rank, made.world_size, made.deadline_s, made._asked = rank, world_size, deadline_s, 0
+        made._told, made._heard = [], 0
         base: Any = distributed_c10d._get_default_store()
         with contextlib.suppress(AttributeError, RuntimeError):
             base = base.clone()
@@ -90,6 +93,23 @@ class Agreement:
     def share(self, what: str, value: bytes) -> bytes:
         """Rank 0's `value`, on every rank; raises as `agree`."""
         return self.agree(what, value, lambda values: values[0])
+
+    def hear(self, what: str, value: Callable[[], bytes]) -> bytes:
+        """Rank 0's `value`, on every rank, without waiting for the others: for what is asked often. `value` is called on rank 0 only.
+
+        Raises:
+            DeadlineError: Rank 0 did not come within the deadline.
+            RankError: The rendezvous can't be reached.
+        """
+        number, self._heard = self._heard, self._heard + 1
+        key = f"told/{number}"
+        if self.rank == 0:
+            said = value()
+            self._put(key, said)
+            self._told.append(number)
+            return said
+        found = self._get(key, time.monotonic() + self.deadline_s)
+        return found if found is not None else self._silent(what)
 
     def gather(self, what: str, value: bytes) -> list[bytes]:
         """All ranks' values, on every rank; for small ones. Raises as `agree`."""
@@ -146,6 +166,7 @@ class Agreement:
                 missing.append(rank)
         if asked and not missing:
             self._forget(asked - 1)  # all that answered this question have read the one before
+            self._forget_told()
         if missing:
             return _bad("missing", ranks=missing), self._missing(what, missing)
         failed = [rank for rank, value in enumerate(values) if value[:1] != b"+"]
@@ -202,6 +223,12 @@ class Agreement:
             if time.monotonic() >= end - 0.1:
                 return None
             raise _store_error(error) from error
+
+    def _forget_told(self) -> None:
+        told, self._told = self._told, []
+        for number in told:
+            with contextlib.suppress(RuntimeError):
+                self._store.delete_key(f"told/{number}")
 
     def _forget(self, asked: int) -> None:
         for key in [f"{asked}/all", *(f"{asked}/{rank}" for rank in range(1, self.world_size))]:
