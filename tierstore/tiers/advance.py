@@ -67,7 +67,7 @@ async def advance(
         return Outcome(view=view, done=True)
     if context.tiers.is_authority(tier):
         return await _to_authority(context, view, act=act, give_up=give_up)
-    if tier.name in view.log.dropped:
+    if tier.name in view.dropped:
         return Outcome(view=view, done=True)
     if tier.name in [t.name for t in further(context.tiers)]:
         return await _to_further(context, view, tier, act=act)
@@ -81,7 +81,9 @@ async def _to_staging(context: CopyContext, view: AttemptView, tier: Tier, *, ac
     nodes = staging(context.tiers)
     names = [t.name for t in nodes]
     nearer = nodes[: names.index(tier.name)]
-    wanted = sorted({rank for t in nearer for rank in view.ranks(t.name)} - view.ranks(tier.name))
+    # What is being dropped from a nearer tier is no source. Before the commit nothing is dropped, whatever a marker says.
+    held = {rank for t in nearer if not (view.log.committed and t.name in view.dropped) for rank in view.ranks(t.name)}
+    wanted = sorted(held - view.ranks(tier.name))
     if wanted and not act:
         return Outcome(view=view, done=False, waiting="another process is copying")
     for rank in wanted:

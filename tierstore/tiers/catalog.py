@@ -16,7 +16,9 @@ from typing import Literal
 from tierstore.errors import IntegrityError, NotFoundError, TierStoreError, UsageError
 from tierstore.names import Attempt, Reference
 from tierstore.tiers.checkpoint import CheckpointInfo, IncompleteAttempt, ReplicaState
-from tierstore.tiers.scanning import RecordCache, runs, scan_attempts
+from tierstore.tiers.listing import runs
+from tierstore.tiers.record_cache import RecordCache
+from tierstore.tiers.scanning import scan_attempts
 from tierstore.tiers.tier import Tiers
 
 __all__ = ["Catalog", "CheckpointInfo", "IncompleteAttempt", "RecordCache", "ReplicaState", "runs", "scan"]
@@ -29,8 +31,10 @@ class Catalog:
     """One run, as the tiers that were reached tell it.
 
     `checkpoints` are committed and not swept, oldest step first, attempts of one step by age. `incomplete` and `condemned` are no
-    checkpoints. `unreachable` maps a tier's name to why it could not be asked. `foreign` lists paths that are not of our grammar:
-    they are ignored, and never touched. `warnings` repeats what was logged.
+    checkpoints. `remains`: those swept or condemned of which tiers still have something, and which tiers: a payload folder, or more of
+    a log than stays. `known`: how many attempts have a first record on the authority, whatever it says; 0 where that was not reached.
+    `unreachable` maps a tier's name to why it could not be asked. `foreign` lists paths that are not of our grammar: they are ignored,
+    and never touched. `warnings` repeats what was logged.
     """
 
     run: str
@@ -38,6 +42,8 @@ class Catalog:
     incomplete: tuple[IncompleteAttempt, ...] = ()
     condemned: tuple[IncompleteAttempt, ...] = ()
     swept: tuple[Attempt, ...] = ()
+    remains: Mapping[Attempt, tuple[str, ...]] = field(default_factory=dict)
+    known: int = 0
     unreachable: Mapping[str, TierStoreError] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
@@ -175,6 +181,8 @@ async def scan(tiers: Tiers, run: str, cache: RecordCache | None = None) -> Cata
         incomplete=tuple(sorted(scanned.incomplete, key=lambda a: a.attempt)),
         condemned=tuple(sorted(scanned.condemned, key=lambda a: a.attempt)),
         swept=tuple(sorted(scanned.swept)),
+        remains=scanned.remains,
+        known=scanned.known,
         unreachable=scanned.unreachable,
         warnings=tuple(scanned.warnings),
         foreign=tuple(sorted(scanned.foreign)),

@@ -183,15 +183,18 @@ async def _read_index(context: CopyContext, view: AttemptView, target: Tier, man
 def sources_of(context: CopyContext, view: AttemptView, target: Tier, name: str) -> list[Tier]:
     """The tiers to read a committed file from, nearest first, those whose copy was found damaged last.
 
-    A node's tier holds the files of its own ranks only.
+    A node's tier holds the files of its own ranks only. A copy that was, or is being, dropped is no source, the authority's neither.
     """
     found = _RANK.match(name)
     holding = []
     for tier in staging(context.tiers):
         ranks = view.ranks(tier.name)
+        if tier.name in view.dropped:
+            continue
         if (found and int(found[1]) in ranks) or (not found and tier.name in view.documented):
             holding.append(tier)
-    holding.append(context.tiers.authority)
+    if context.tiers.authority.name not in view.dropped:
+        holding.append(context.tiers.authority)
     holding += [t for t in further(context.tiers) if t.name in view.log.replicated]
     usable = [t for t in holding if t.name != target.name]
     return sorted(usable, key=lambda t: (t.name, name) in view.log.quarantined)

@@ -20,7 +20,6 @@ from tierstore.tiers.catalog import Catalog, CheckpointInfo, scan
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.leftovers import sweep_leftovers
 from tierstore.tiers.locks import RunLock, lock_path
-from tierstore.tiers.log_facts import fold
 from tierstore.tiers.tier import Tier, Tiers, ensure_tier
 from tierstore.tiers.view import further, staging
 
@@ -67,7 +66,7 @@ class ReconcileReport:
 def pending(catalog: Catalog, tiers: Tiers) -> list[Copy]:
     """Everything that is to be copied, newest first; of one attempt, nearer tiers first. Pure.
 
-    Hidden (expired) and superseded checkpoints go nowhere, and a replica that was evicted is not made again.
+    Hidden (expired) and superseded checkpoints go nowhere. A replica that was dropped is not made again, nor is it a source while it goes.
     """
     copies: list[Copy] = []
     for found in catalog.incomplete:
@@ -86,18 +85,19 @@ def pending(catalog: Catalog, tiers: Tiers) -> list[Copy]:
 
 
 def _wanted(info: CheckpointInfo, tiers: Tiers) -> list[Copy]:
-    state = fold(info.records)
     copies: list[Copy] = []
     held: set[int] = set()
     for tier in staging(tiers):
+        if tier.name in info.dropped:
+            continue
         here = set(info.receipts.get(tier.name, ()))
         # A share (some of the ranks) is never complete in itself: that its documents are there can't be told from the catalog.
         undocumented = len(here) == info.world_size and info.replicas.get(tier.name) == "receipt"
-        if (held - here or undocumented) and tier.name not in state.dropped:
+        if held - here or undocumented:
             copies.append(Copy(attempt=info.attempt, tier=tier.name, kind="complete", nbytes=info.nbytes))
         held |= here
     for tier in further(tiers):
-        if tier.name not in state.replicated and tier.name not in state.dropped:
+        if tier.name not in info.replicated and tier.name not in info.dropped:
             copies.append(Copy(attempt=info.attempt, tier=tier.name, kind="promote", nbytes=info.nbytes))
     return copies
 

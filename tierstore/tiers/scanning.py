@@ -4,48 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from tierstore.errors import IntegrityError, NotFoundError, StorageError, TierStoreError
 from tierstore.format.record import Record
-from tierstore.names import Attempt, attempt_of_log_path, log_root
+from tierstore.names import Attempt
 from tierstore.tiers.checkpoint import CheckpointInfo, IncompleteAttempt, ReplicaState, parse_file_name
-from tierstore.tiers.log import parse_record, record_seq
+from tierstore.tiers.listing import TierListing, list_tier, read_records
 from tierstore.tiers.log_facts import LogFacts, fold
+from tierstore.tiers.record_cache import RecordCache
 from tierstore.tiers.tier import Tier, Tiers, recheck
 from tierstore.tiers.together import together
+from tierstore.tiers.view import staging
 
-__all__ = ["RecordCache", "Scanned", "runs", "scan_attempts"]
+__all__ = ["Scanned", "scan_attempts"]
 
 log = logging.getLogger(__name__)
-
-_MAX_DEPTH = 16
-
-
-class RecordCache:
-    """Records that were read before, by tier and path: they are write-once, so an entry is true for ever. Also what was warned of."""
-
-    def __init__(self) -> None:
-        self._records: dict[tuple[str, str], Record] = {}
-        self._warned: set[str] = set()
-
-    def get(self, tier: str, path: str) -> Record | None:
-        return self._records.get((tier, path))
-
-    def put(self, tier: str, path: str, record: Record) -> None:
-        self._records[tier, path] = record
-
-    def first_time(self, warning: str) -> bool:
-        """Whether this text was not warned of before: a catalog is read many times, and says things once."""
-        if warning in self._warned:
-            return False
-        self._warned.add(warning)
-        return True
-
-    def __len__(self) -> int:
-        return len(self._records)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,24 +31,11 @@ class Scanned:
     incomplete: list[IncompleteAttempt] = field(default_factory=list)
     condemned: list[IncompleteAttempt] = field(default_factory=list)
     swept: list[Attempt] = field(default_factory=list)
+    remains: dict[Attempt, tuple[str, ...]] = field(default_factory=dict)
+    known: int = 0
     unreachable: dict[str, TierStoreError] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
-
-
-@dataclass(slots=True, kw_only=True)
-class _View:
-    """One tier's listing: per attempt the numbers of its records, the ranks of its receipts, and the payload folders."""
-
-    tier: Tier
-    records: dict[Attempt, dict[int, int]] = field(default_factory=dict)
-    receipts: dict[Attempt, list[int]] = field(default_factory=dict)
-    folders: set[Attempt] = field(default_factory=set)
-    foreign: list[str] = field(default_factory=list)
-    read: dict[Attempt, dict[int, Record | IntegrityError]] = field(default_factory=dict)
-
-    def attempts(self) -> set[Attempt]:
-        return {*self.records, *self.receipts, *self.folders}
 
 
 async def scan_attempts(tiers: Tiers, run: str, cache: RecordCache) -> Scanned:
@@ -83,13 +45,14 @@ async def scan_attempts(tiers: Tiers, run: str, cache: RecordCache) -> Scanned:
         StorageError: No tier can be reached.
     """
     scanned = Scanned()
+    nodes = {tier.name for tier in staging(tiers)}
 
-    async def view_of(tier: Tier) -> _View | None:
+    async def view_of(tier: Tier) -> TierListing | None:
         try:
             await recheck(tiers, tier)
-            view = await _list_tier(tier, run)
+            view = await list_tier(tier, run, staging=tier.name in nodes)
             if tiers.is_authority(tier):
-                await _read_records(view, view.records, cache)
+                await read_records(view, view.records, cache)
             return view
         except TierStoreError as error:
             scanned.unreachable[tier.name] = error
@@ -113,12 +76,13 @@ async def scan_attempts(tiers: Tiers, run: str, cache: RecordCache) -> Scanned:
             authority = None
 
     # The authority decides about what it knows. For the rest, the copies beside the replicas are read.
-    known = {a for a, read in authority.read.items() if isinstance(read.get(0), Record)} if authority else set()
+    known = {a for a, read in authority.read.items() if isinstance(read.get(0), Record) or authority.swept(a)} if authority else set()
+    scanned.known = sum(0 in seqs for seqs in authority.records.values()) if authority else 0
     for view in views:
         if view is not authority:
             wanted = [a for a, seqs in view.records.items() if a not in known and 0 in seqs]
             try:
-                await _read_records(view, wanted, cache)
+                await read_records(view, wanted, cache)
             except (StorageError, NotFoundError) as error:
                 scanned.unreachable[view.tier.name] = error
                 _warn(scanned, cache, f"tier={view.tier.name} can't be reached and is left out: {error.message}")
@@ -134,29 +98,28 @@ async def scan_attempts(tiers: Tiers, run: str, cache: RecordCache) -> Scanned:
     return scanned
 
 
-def _unknown_copies(authority: _View, views: Sequence[_View]) -> bool:
+def _unknown_copies(authority: TierListing, views: Sequence[TierListing]) -> bool:
     """Whether a replica has the commit record of a checkpoint that the authority's listing does not show."""
     return any(
-        0 in seqs and 0 not in authority.records.get(attempt, {})
-        for view in views
-        if view is not authority
-        for attempt, seqs in view.records.items()
+        0 in seqs and not authority.knows(attempt) for view in views if view is not authority for attempt, seqs in view.records.items()
     )
 
 
-async def _look_again(authority: _View, run: str, cache: RecordCache) -> None:
+async def _look_again(authority: TierListing, run: str, cache: RecordCache) -> None:
     """Lists the authority once more: it may have committed after its first listing and before a replica's, which is no lost log."""
-    again = await _list_tier(authority.tier, run)
-    fresh = [attempt for attempt, seqs in again.records.items() if 0 not in authority.records.get(attempt, {}) and 0 in seqs]
+    again = await list_tier(authority.tier, run, staging=False)
+    fresh = [attempt for attempt, seqs in again.records.items() if 0 in seqs and not authority.knows(attempt)]
     authority.folders |= again.folders
     authority.records.update({attempt: again.records[attempt] for attempt in fresh})
-    await _read_records(authority, fresh, cache)
+    await read_records(authority, fresh, cache)
 
 
-def _decide(attempt: Attempt, authority: _View | None, views: Sequence[_View], scanned: Scanned, cache: RecordCache) -> bool:
+def _decide(attempt: Attempt, authority: TierListing | None, views: Sequence[TierListing], scanned: Scanned, cache: RecordCache) -> bool:
     """Files an attempt whose fate some log knows; False if none does."""
-    sources = [authority] if authority and 0 in authority.records.get(attempt, {}) else []
+    sources = [authority] if authority and authority.knows(attempt) else []
     lost = not sources
+    if authority and not lost and authority.swept(attempt):
+        return _file_swept(attempt, authority, views, scanned)
     if lost:
         sources = [view for view in views if view.read.get(attempt)]
         if not sources:
@@ -183,23 +146,44 @@ def _decide(attempt: Attempt, authority: _View | None, views: Sequence[_View], s
                 condemned=reason,
             )
         )
+        _note_remains(attempt, authority, views, scanned)
         return True
     if facts.swept:
-        scanned.swept.append(attempt)
-        return True
+        return _file_swept(attempt, authority, views, scanned)
     if lost:
         why = "the authority's log knows nothing of it" if authority else "the authority can't be reached"
         names = ", ".join(view.tier.name for view in sources)
         _warn(scanned, cache, f"{name}: {why}: read from the copies on {names}; `tierstore recover` rebuilds a lost log")
-    replicas = _replicas(attempt, facts, authority, lost, views)
-    scanned.checkpoints.append(_info(attempt, records, facts, replicas, _receipts(attempt, views), damaged=bool(damages), lost=lost))
+    dropped = facts.dropped | {view.tier.name for view in views if attempt in view.evicted}
+    replicas = _replicas(attempt, facts, dropped, authority, lost, views)
+    receipts = _receipts(attempt, views)
+    scanned.checkpoints.append(_info(attempt, records, facts, dropped, replicas, receipts, damaged=bool(damages), lost=lost))
     return True
+
+
+def _file_swept(attempt: Attempt, authority: TierListing | None, views: Sequence[TierListing], scanned: Scanned) -> bool:
+    scanned.swept.append(attempt)
+    _note_remains(attempt, authority, views, scanned)
+    return True
+
+
+def _note_remains(attempt: Attempt, authority: TierListing | None, views: Sequence[TierListing], scanned: Scanned) -> None:
+    """Notes which tiers still have something of an attempt that is gone: payload, log copies, or records that are to be trimmed."""
+    left = []
+    for view in views:
+        numbers = view.records.get(attempt, {}).keys()
+        kept = {0, max(numbers)} if view is authority and view.swept(attempt) else {0} if view is authority else set()
+        if attempt in view.folders or attempt in view.receipts or attempt in view.evicted or numbers - kept:
+            left.append(view.tier.name)
+    if left:
+        scanned.remains[attempt] = tuple(left)
 
 
 def _info(
     attempt: Attempt,
     records: Sequence[Record],
     facts: LogFacts,
+    dropped: frozenset[str],
     replicas: Mapping[str, ReplicaState],
     receipts: Mapping[str, tuple[int, ...]],
     *,
@@ -228,7 +212,7 @@ def _info(
         replicas=replicas,
         receipts=receipts,
         replicated={tier: record.data for tier, record in facts.replicated.items()},
-        dropped=facts.dropped,
+        dropped=dropped,
         quarantined=facts.quarantined,
         expired=facts.expired,
         revived=facts.revived,
@@ -244,7 +228,7 @@ def _opening(told: object) -> dict[str, int]:
     return {str(name): nbytes for name, nbytes in items if type(nbytes) is int and nbytes > 0}
 
 
-def _merge(attempt: Attempt, views: Sequence[_View]) -> tuple[list[Record], list[str]]:
+def _merge(attempt: Attempt, views: Sequence[TierListing]) -> tuple[list[Record], list[str]]:
     """The records from number 0 up to the first that is missing or unreadable, the nearest source first; and what is wrong."""
     damages: list[str] = []
     best: dict[int, Record] = {}
@@ -266,14 +250,17 @@ def _merge(attempt: Attempt, views: Sequence[_View]) -> tuple[list[Record], list
     return records, damages
 
 
-def _replicas(attempt: Attempt, facts: LogFacts, authority: _View | None, lost: bool, views: Sequence[_View]) -> dict[str, ReplicaState]:
+def _replicas(
+    attempt: Attempt, facts: LogFacts, dropped: frozenset[str], authority: TierListing | None, lost: bool, views: Sequence[TierListing]
+) -> dict[str, ReplicaState]:
     states: dict[str, ReplicaState] = {}
     for view in views:
         if attempt not in view.folders:
             continue
         name = view.tier.name
-        copied = view.records.get(attempt, {}).get(0, 0) > 0 or (view is authority and not lost)
-        if name in facts.dropped:
+        first = view.records.get(attempt, {}).get(0)
+        copied = (first is not None and first.nbytes > 0) or (view is authority and not lost)
+        if name in dropped:
             states[name] = "evicting"
         elif facts.quarantined_on(name) and copied:
             states[name] = "quarantined"
@@ -286,16 +273,16 @@ def _replicas(attempt: Attempt, facts: LogFacts, authority: _View | None, lost: 
     return states
 
 
-def _is_share(attempt: Attempt, facts: LogFacts, view: _View) -> bool:
+def _is_share(attempt: Attempt, facts: LogFacts, view: TierListing) -> bool:
     """Whether a node's tier holds its own ranks' parts only, though the documents of the whole checkpoint lie beside them."""
     return view.tier.scope == "node" and 0 < len(view.receipts.get(attempt, [])) < (facts.world_size or 1)
 
 
-def _receipts(attempt: Attempt, views: Sequence[_View]) -> dict[str, tuple[int, ...]]:
+def _receipts(attempt: Attempt, views: Sequence[TierListing]) -> dict[str, tuple[int, ...]]:
     return {view.tier.name: tuple(sorted(view.receipts[attempt])) for view in views if attempt in view.receipts}
 
 
-async def _describe_undecided(attempts: Sequence[Attempt], views: Sequence[_View], scanned: Scanned) -> None:
+async def _describe_undecided(attempts: Sequence[Attempt], views: Sequence[TierListing], scanned: Scanned) -> None:
     """Attempts without a fate: which ranks' parts are where, from the names in their folders."""
 
     async def describe(attempt: Attempt) -> IncompleteAttempt:
@@ -317,100 +304,6 @@ async def _describe_undecided(attempts: Sequence[Attempt], views: Sequence[_View
         return IncompleteAttempt(attempt=attempt, world_size=world_size, parts=parts, receipts=_receipts(attempt, views))
 
     scanned.incomplete.extend(await together(describe, attempts))
-
-
-async def _list_tier(tier: Tier, run: str) -> _View:
-    looks: list[Callable[[], Awaitable[Any]]] = [lambda: tier.storage.list(log_root(run)), lambda: tier.storage.children(run)]
-    records, level = await together(lambda look: look(), looks)
-    view = _View(tier=tier)
-    for info in records:
-        split = attempt_of_log_path(info.path)
-        attempt, leaf = split if split is not None else (None, "")
-        if attempt is None or attempt.run != run:
-            view.foreign.append(info.path)
-        elif (seq := record_seq(leaf)) is not None:
-            view.records.setdefault(attempt, {})[seq] = info.nbytes
-        elif leaf.startswith("receipt-") and leaf.removeprefix("receipt-").removesuffix(".json").isdigit() and leaf.endswith(".json"):
-            if info.nbytes:
-                view.receipts.setdefault(attempt, []).append(int(leaf[8:-5]))
-        else:
-            view.foreign.append(info.path)
-    folders = {Attempt.parse(run, folder.rpartition("/")[2]) for folder in level.folders}
-    if any(0 in seqs and attempt not in folders for attempt, seqs in view.records.items()):
-        # Made between the two listings, or gone for good: a checkpoint must not seem to lie nowhere because its folder was listed first.
-        level = await tier.storage.children(run)
-    for folder in level.folders:
-        name = folder.rpartition("/")[2]
-        attempt = Attempt.parse(run, name)
-        if attempt is not None:
-            view.folders.add(attempt)
-        elif name.startswith("step-"):
-            view.foreign.append(f"{run}/{name}")  # other folders may be runs below this one
-    view.foreign.extend(info.path for info in level.files)
-    return view
-
-
-async def _read_records(view: _View, attempts: Iterable[Attempt], cache: RecordCache) -> None:
-    """Reads the records of attempts that the listing shows, into `view.read`; one that can't be parsed is kept as its error."""
-    wanted = [(attempt, seq) for attempt in attempts for seq in view.records[attempt]]
-
-    async def one(item: tuple[Attempt, int]) -> None:
-        attempt, seq = item
-        path = attempt.record_path(seq)
-        record: Record | IntegrityError | None = cache.get(view.tier.name, path)
-        if record is None:
-            try:
-                record = await _read_record(view.tier, path, seq)
-            except IntegrityError as error:
-                record = error
-            except NotFoundError:
-                return  # removed between the listing and this read
-            else:
-                cache.put(view.tier.name, path, record)
-        view.read.setdefault(attempt, {})[seq] = record
-
-    await together(one, wanted)
-
-
-async def _read_record(tier: Tier, path: str, seq: int) -> Record:
-    """One record; read a second time where it came garbled, for a bad read is not a bad record, and much hangs on it."""
-    try:
-        return parse_record(await tier.storage.read(path), path, seq)
-    except IntegrityError as error:
-        log.debug("tier=%s %s is read again: %s", tier.name, path, error.message)
-        return parse_record(await tier.storage.read(path), path, seq)
-
-
-async def runs(tiers: Tiers) -> list[str]:
-    """The names of all runs that some tier has a log of, sorted.
-
-    Raises:
-        StorageError: No tier can be reached.
-    """
-    failures: list[TierStoreError] = []
-
-    async def of_tier(tier: Tier) -> set[str]:
-        try:
-            await recheck(tiers, tier)
-            return await _runs_below(tier, "", 0)
-        except TierStoreError as error:
-            failures.append(error)
-            return set()
-
-    found = await asyncio.gather(*(of_tier(tier) for tier in tiers))
-    if len(failures) == len(tiers):
-        raise failures[0]
-    return sorted(set().union(*found))
-
-
-async def _runs_below(tier: Tier, folder: str, depth: int) -> set[str]:
-    names = [name.rpartition("/")[2] for name in (await tier.storage.children(folder)).folders]
-    found = {folder} if folder and ".log" in names else set()
-    if depth < _MAX_DEPTH:
-        below = [n for n in names if not n.startswith(".") and Attempt.parse("", n) is None]
-        for more in await together(lambda n: _runs_below(tier, f"{folder}/{n}" if folder else n, depth + 1), below):
-            found |= more
-    return found
 
 
 def _warn(scanned: Scanned, cache: RecordCache, text: str) -> None:

@@ -21,11 +21,14 @@ class Source:
 
 
 def sources_of(tiers: Tiers, info: CheckpointInfo) -> list[Source]:
-    """Nearest first: complete copies and what node tiers hold of them. Then, as every byte is proved anyway, whatever else there is."""
+    """Nearest first: complete copies and what node tiers hold of them. Then, as every byte is proved anyway, whatever else there is.
+
+    A copy that was, or is being, dropped is none of them: its files go while they are read.
+    """
     near: list[Source] = []
     rest: list[Source] = []
     for tier in tiers:
-        state = info.replicas.get(tier.name)
+        state = info.replicas.get(tier.name) if tier.name not in info.dropped else None
         if state == "complete":
             near.append(Source(tier=tier, files=None, expected=True))
         elif state == "receipt":

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tierstore.errors import IntegrityError, NotFoundError, StorageError
 from tierstore.format.receipt import Receipt, decode_receipt
@@ -47,10 +47,17 @@ class AttemptView:
     """Staging tier → rank → its receipt; a tier that could not be read is left out."""
     documented: frozenset[str]
     """Staging tiers that have the manifest and their copy of the commit record."""
+    evicted: frozenset[str]
+    """Staging tiers whose copy was dropped on this node, on purpose."""
     parts: frozenset[int]
     """Ranks whose part record is on the authority."""
     world_size: int | None
     """As the receipts say; None where there is no receipt to read."""
+
+    @property
+    def dropped(self) -> frozenset[str]:
+        """The tiers that are not to have a copy again by themselves, and are no source of one."""
+        return self.log.dropped | self.evicted
 
     def ranks(self, tier: str) -> frozenset[int]:
         return frozenset(self.receipts.get(tier, {}))
@@ -72,33 +79,43 @@ async def observe(tiers: Tiers, attempt: Attempt, *, world_size: int | None = No
     if state.fate is None:
         listing = await tiers.authority.storage.children(attempt.folder)
         parts = _numbers(_PART, [f.path for f in listing.files])
-    receipts = {tier.name: held for tier, (held, _) in zip(nodes, found, strict=True)}
+    receipts = {tier.name: look.receipts for tier, look in zip(nodes, found, strict=True)}
     sizes = {r.world_size for held in receipts.values() for r in held.values()}
     return AttemptView(
         attempt=attempt,
         records=records,
         log=state,
         receipts=receipts,
-        documented=frozenset(tier.name for tier, (_, documented) in zip(nodes, found, strict=True) if documented),
+        documented=frozenset(tier.name for tier, look in zip(nodes, found, strict=True) if look.documented),
+        evicted=frozenset(tier.name for tier, look in zip(nodes, found, strict=True) if look.evicted),
         parts=parts,
         world_size=world_size if world_size is not None else next(iter(sizes)) if len(sizes) == 1 else None,
     )
 
 
-async def _look(tier: Tier, attempt: Attempt) -> tuple[dict[int, Receipt], bool]:
-    held: dict[int, Receipt] = {}
+@dataclass(slots=True, kw_only=True)
+class _Look:
+    """What one staging tier shows."""
+
+    receipts: dict[int, Receipt] = field(default_factory=dict)
+    documented: bool = False
+    evicted: bool = False
+
+
+async def _look(tier: Tier, attempt: Attempt) -> _Look:
+    look = _Look()
     try:
         logs = await tier.storage.children(attempt.log_folder)
         names = [f.path for f in logs.files]
+        look.evicted = attempt.evicted_path in names
         for rank in sorted(_numbers(_RECEIPT, names)):
-            held[rank] = decode_receipt(await tier.storage.read(attempt.receipt_path(rank)))
-        if attempt.record_path(0) not in names:
-            return held, False
-        files = await tier.storage.children(attempt.folder)
-        return held, attempt.path(MANIFEST) in [f.path for f in files.files]
+            look.receipts[rank] = decode_receipt(await tier.storage.read(attempt.receipt_path(rank)))
+        if attempt.record_path(0) in names:
+            files = await tier.storage.children(attempt.folder)
+            look.documented = attempt.path(MANIFEST) in [f.path for f in files.files]
     except (StorageError, NotFoundError, IntegrityError) as error:  # not found: removed between a listing and a read
         log.warning("tier=%s checkpoint=%s can't be looked at: %s", tier.name, attempt.folder, error.message)
-        return held, False
+    return look
 
 
 def _numbers(pattern: re.Pattern[str], paths: list[str]) -> frozenset[int]:
