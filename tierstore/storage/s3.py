@@ -248,12 +248,26 @@ class S3Storage:
                 )
         return again
 
+    async def stale_uploads(self, older_than_s: float) -> list[str]:
+        """The paths below this prefix with an unfinished multipart upload older than `older_than_s` seconds, by the server's clock."""
+        return [key[len(self._root) :] for key, _ in await self._stale_uploads(older_than_s)]
+
     async def abort_stale_uploads(self, older_than_s: float) -> list[str]:
         """Aborts unfinished multipart uploads below this prefix that began more than `older_than_s` seconds ago, by the server's clock.
 
         Returns:
             The paths whose uploads were aborted.
         """
+        stale = await self._stale_uploads(older_than_s)
+        for key, upload_id in stale:
+            try:
+                await self._requests.send("aborting the upload of", key, "abort_multipart_upload", Key=key, UploadId=upload_id)
+            except NotFoundError:
+                continue  # ended by its writer meanwhile
+        return [key[len(self._root) :] for key, _ in stale]
+
+    async def _stale_uploads(self, older_than_s: float) -> list[tuple[str, str]]:
+        """(key, upload id) of each."""
         stale: list[tuple[str, str]] = []
         marker: dict[str, Any] = {}
         while True:
@@ -264,14 +278,8 @@ class S3Storage:
                 if key.startswith(self._root) and (now - upload["Initiated"]).total_seconds() > older_than_s:
                     stale.append((key, str(upload["UploadId"])))
             if not page.get("IsTruncated"):
-                break
+                return stale
             marker = {"KeyMarker": str(page["NextKeyMarker"]), "UploadIdMarker": str(page["NextUploadIdMarker"])}
-        for key, upload_id in stale:
-            try:
-                await self._requests.send("aborting the upload of", key, "abort_multipart_upload", Key=key, UploadId=upload_id)
-            except NotFoundError:
-                continue  # ended by its writer meanwhile
-        return [key[len(self._root) :] for key, _ in stale]
 
     # Listing
 

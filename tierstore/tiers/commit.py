@@ -29,7 +29,7 @@ from tierstore.format.manifest import FileRecord, Manifest, decode_manifest, enc
 from tierstore.format.objects import load_objects, merge_objects
 from tierstore.format.record import Record
 from tierstore.names import INDEX, MANIFEST, OBJECTS, Attempt, save_id_time
-from tierstore.storage.contract import Storage
+from tierstore.storage.contract import FileInfo, Storage
 from tierstore.tiers.gathering import Gathered, Gathering, PackedObjects
 from tierstore.tiers.index_pages import opening_nbytes
 from tierstore.tiers.log import decide_fate, read_fate
@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 _POLL_FIRST_S = 0.05
 _POLL_LAST_S = 2.0
+_FACTS_OF_AT_MOST = 1024
 
 
 async def commit(
@@ -81,7 +82,7 @@ async def commit(
             return _accept(fate, attempt)
         await gathering.look()
         if gathering.complete:
-            return await _commit(tiers, attempt, gathering.take(), clock, condemn=condemn)
+            return await _commit(tiers, attempt, gathering.take(), clock, condemn=condemn, seen=gathering.seen)
         if end is not None and clock.monotonic() >= end:
             missing, reasons = gathering.missing(), gathering.explain()
             if not condemn:
@@ -117,7 +118,9 @@ def _accept(fate: Record, attempt: Attempt) -> Record:
     return fate
 
 
-async def _commit(tiers: Tiers, attempt: Attempt, parts: list[Gathered], clock: Clock, *, condemn: bool) -> Record:
+async def _commit(
+    tiers: Tiers, attempt: Attempt, parts: list[Gathered], clock: Clock, *, condemn: bool, seen: Mapping[str, FileInfo]
+) -> Record:
     storage = tiers.authority.storage
     world_size = len(parts)
     records, first = [part.record for part in parts], parts[0].facts
@@ -147,7 +150,7 @@ async def _commit(tiers: Tiers, attempt: Attempt, parts: list[Gathered], clock: 
     document = await _publish(storage, attempt, MANIFEST, document, lambda found: _same_files(found, manifest))
 
     reach("commit.before-record")
-    facts = commit_facts(manifest, document)
+    facts = {**commit_facts(manifest, document), **_server_facts(seen)}
     fate = _accept(await decide_fate(storage, attempt, "committed", facts, clock), attempt)
     reach("commit.after-record")
     if fate.data.get("manifest") != facts["manifest"]:
@@ -235,6 +238,19 @@ def commit_facts(manifest: Manifest, document: bytes) -> dict[str, Any]:
         "tags": list(manifest.tags),
         "final": manifest.final,
     }
+
+
+def _server_facts(seen: Mapping[str, FileInfo]) -> dict[str, Any]:
+    """What the authority's server says of each shard, so that a later HEAD proves it unchanged; nothing where it says nothing.
+
+    The small files are read and proved by every look. Of very many shards nothing is kept: every catalog reads this record.
+    """
+    files = {
+        name: {"nbytes": info.nbytes, "etag": info.etag, "checksum": info.checksum}
+        for name, info in sorted(seen.items())
+        if info.etag or info.checksum
+    }
+    return {"files": files} if 0 < len(files) <= _FACTS_OF_AT_MOST else {}
 
 
 def _remerged(objects: bytes) -> bytes:

@@ -15,7 +15,7 @@ from tierstore.format.index import Index
 from tierstore.format.manifest import FileRecord
 from tierstore.format.part import Part, decode_part
 from tierstore.names import Attempt, part_name
-from tierstore.storage.contract import Storage
+from tierstore.storage.contract import FileInfo, Storage
 from tierstore.tiers.together import together
 from tierstore.units import format_some
 
@@ -87,6 +87,8 @@ class Gathering:
     shared: dict[bytes, Any] = field(default_factory=dict)
     troubles: dict[int, str] = field(default_factory=dict)
     proven: set[int] = field(default_factory=set)
+    seen: dict[str, FileInfo] = field(default_factory=dict)
+    """What the storage says of each file that was proved to be there."""
 
     @property
     def complete(self) -> bool:
@@ -161,13 +163,14 @@ class Gathering:
         for name in index.file_names:
             path = self.attempt.path(name)
             try:
-                nbytes = (await self.storage.stat(path)).nbytes
+                found = await self.storage.stat(path)
             except NotFoundError:
                 self._trouble(rank, f"rank {rank} reported {path}, which is not there")
                 return
-            if nbytes != index.file_nbytes(name):
-                self._trouble(rank, f"{path} has {nbytes} bytes, rank {rank} reported {index.file_nbytes(name)}")
+            if found.nbytes != index.file_nbytes(name):
+                self._trouble(rank, f"{path} has {found.nbytes} bytes, rank {rank} reported {index.file_nbytes(name)}")
                 return
+            self.seen[name] = found
         self.troubles.pop(rank, None)
         self.proven.add(rank)
 
