@@ -445,7 +445,7 @@ WRONG: list[tuple[str, str, int, str, str, str]] = [
     ("run: a b\ntiers: [/a]", "run", 1, "'a b'", "can't name a run", "letters"),
     ("tiers: [/a]\nsave: {every: {dynamic: {metric: l, least: 9, most: 5}}}", "save.every.dynamic", 2, "", "least is more than most", ""),
     ("tiers: [/a]\nsave: {every: {auto: {least: 2h, most: 1h}}}", "save.every.auto", 2, "", "least is longer than most", ""),
-    ("tiers: [/a]\nsave: {every: {any: []}}", "save.every.any", 2, "[]", "at least 1 item", "steps: 500"),
+    ("tiers: [/a]\nsave: {every: {any: []}}", "save.every.any", 2, "[]", "it is empty", ""),
     ("tiers: [/a]\nsave: {every: {}}", "save.every", 2, "", "has none", ""),
     ("tiers: [/a]\nsave: {every: {steps: 5, seconds: 5}}", "save.every", 2, "", "steps and seconds together", ""),
     ("tiers: [/a]\nsave: {every: {steps: 0}}", "save.every.steps", 2, "0", "greater than or equal to 1", "steps: 5"),
