@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from tierstore.config import StoreConfig
 from tierstore.errors import NotFoundError, UsageError
-from tierstore.names import Reference, check_run, parse_reference
+from tierstore.names import Attempt, Reference, check_run, parse_reference
 from tierstore.tiers.catalog import Catalog, CheckpointInfo, runs, scan
 from tierstore.tiers.session import Session
 from tierstore.units import format_some
 
-__all__ = ["find_checkpoint", "metric_modes", "scan_run", "the_run"]
+__all__ = ["Found", "find_attempts", "find_checkpoint", "find_checkpoints", "metric_modes", "scan_run", "the_run"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a reference means: a checkpoint, or, where `info` is None, one that is gone. `catalog` is its run's."""
+
+    catalog: Catalog
+    attempt: Attempt
+    info: CheckpointInfo | None
 
 
 def the_run(session: Session, named: str = "") -> str:
@@ -53,11 +64,45 @@ def find_checkpoint(session: Session, reference: str) -> tuple[Catalog, Checkpoi
         UsageError: The reference can't be read.
         NotFoundError: There is no such run, step, metric or tag; the nearest are suggested.
     """
-    parsed = parse_reference(reference)
-    run = the_run(session, parsed.run)
-    catalog = scan_run(session, run)
-    wanted = Reference(run=run, selector=parsed.selector, step=parsed.step, argument=parsed.argument)
-    return catalog, catalog.resolve(wanted, modes=metric_modes(session.config, run))
+    found = _find_all(session, [reference], gone=False)[0]
+    assert found.info is not None  # only what is gone has none
+    return found.catalog, found.info
+
+
+def find_checkpoints(session: Session, references: Sequence[str]) -> list[CheckpointInfo]:
+    """The checkpoints that several references name, each once, in their order; each run is looked at once.
+
+    Raises:
+        UsageError, NotFoundError: One can't be read, or names nothing; nothing was done about the others then.
+    """
+    found: dict[Attempt, CheckpointInfo] = {}
+    for one in _find_all(session, references, gone=False):
+        if one.info is not None:
+            found.setdefault(one.attempt, one.info)
+    return list(found.values())
+
+
+def find_attempts(session: Session, references: Sequence[str]) -> list[Found]:
+    """As `find_checkpoints`, but a step of which nothing is left is found too, where its log says that it was there."""
+    return list({one.attempt: one for one in _find_all(session, references, gone=True)}.values())
+
+
+def _find_all(session: Session, references: Sequence[str], *, gone: bool) -> list[Found]:
+    catalogs: dict[str, Catalog] = {}
+    found = []
+    for text in references:
+        parsed = parse_reference(text)
+        run = the_run(session, parsed.run)
+        catalog = catalogs[run] if run in catalogs else catalogs.setdefault(run, scan_run(session, run))
+        if gone and parsed.selector == "step" and parsed.step is not None and catalog.find(parsed.step) is None:
+            left = [a for a in catalog.swept if a.step == parsed.step]
+            if left:
+                found.append(Found(catalog=catalog, attempt=left[-1], info=None))
+                continue
+        wanted = Reference(run=run, selector=parsed.selector, step=parsed.step, argument=parsed.argument)
+        info = catalog.resolve(wanted, modes=metric_modes(session.config, run))
+        found.append(Found(catalog=catalog, attempt=info.attempt, info=info))
+    return found
 
 
 def metric_modes(config: StoreConfig, run: str) -> dict[str, Literal["min", "max"]]:

@@ -33,6 +33,7 @@ from tierstore.format.manifest import Manifest
 from tierstore.format.record import Record
 from tierstore.names import MANIFEST
 from tierstore.tiers.catalog import CheckpointInfo, runs, scan
+from tierstore.tiers.log_facts import Hold
 from tierstore.tiers.promote import pending
 from tierstore.tiers.replica import Replica, Want, open_replica
 from tierstore.tiers.session import Session
@@ -141,9 +142,17 @@ def _show_facts(cli: Cli, info: CheckpointInfo, manifest: Manifest | None) -> No
             facts.append(("written by", ", ".join(f"{k} {v}" for k, v in sorted(writer.items()) if isinstance(v, (str, int, float)))))
     facts += [(f"metric {name}", f"{value:.6g}") for name, value in sorted(info.metrics.items())]
     facts += [(kind, ", ".join(values)) for kind, values in (("tags", info.tags), ("pins", info.pins)) if values]
+    facts += [(f"hold {one.name}", _until(one)) for one in info.holds]
+    if info.expired is not None:
+        facts.append(("expired", f"{info.expired.reason or 'no reason was given'}; freed from {utc_text(info.expired.not_before)[:19]}Z"))
     if info.final:
         facts.append(("final", "yes"))
     cli.terminal.show(facts_table(facts))
+
+
+def _until(one: Hold) -> str:
+    end = f"until {utc_text(one.until)[:19]}Z" if one.until else "until it is released"
+    return f"{end}: {one.reason}" if one.reason else end
 
 
 def _show_files(cli: Cli, manifest: Manifest) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tierstore import __version__
-from tierstore.cli import adopt, check, doctor, export, look, recover, work
+from tierstore.cli import adopt, capacity, check, compare, doctor, export, labels, look, recover, usage, work
 from tierstore.cli.options import Cli, remember, verb
 
 __all__ = ["app", "main"]
@@ -62,10 +62,20 @@ for _function in (
     look.show,
     look.tensors,
     look.cat,
+    compare.diff,
+    usage.du,
+    capacity.df,
     check.verify,
     work.sync,
     work.status,
     recover.recover,
+    labels.pin,
+    labels.unpin,
+    labels.tag,
+    labels.untag,
+    labels.hold,
+    labels.release,
+    labels.metrics,
     doctor.doctor,
     export.export,
     adopt.adopt,

@@ -26,6 +26,7 @@ __all__ = [
     "facts_table",
     "incomplete_value",
     "plain_table",
+    "tiers_text",
 ]
 
 TIER_MARKS: Mapping[ReplicaState | str, tuple[str, str, str]] = {
@@ -92,7 +93,7 @@ def catalog_rows(catalog: Catalog, pending: Sequence[Copy], now: datetime) -> li
             str(info.step),
             age_text(info.committed_at, now),
             format_size(info.nbytes),
-            _tiers_text({**info.replicas, **{name: "pending" for name in due if name not in info.replicas}}),
+            tiers_text({**info.replicas, **{name: "pending" for name in due if name not in info.replicas}}),
             _metrics_text(info.metrics),
             _note(info, is_latest=info.attempt == latest),
         )
@@ -147,6 +148,8 @@ def checkpoint_value(info: CheckpointInfo, pending: Sequence[Copy] = ()) -> dict
         "metrics": dict(info.metrics),
         "tags": list(info.tags),
         "pins": list(info.pins),
+        "holds": [{"name": h.name, "reason": h.reason, "at": h.at, "until": h.until} for h in info.holds],
+        "not_before": info.expired.not_before if info.expired else None,
         "final": info.final,
         "authority_lost": info.authority_lost,
         "manifest_digest": info.manifest_digest,
@@ -170,11 +173,15 @@ def incomplete_value(found: IncompleteAttempt) -> dict[str, Any]:
     }
 
 
-def _tiers_text(states: Mapping[str, str]) -> Text:
-    text = Text()
+def tiers_text(states: Mapping[str, str], width: int = 0) -> Text:
+    """The tiers with their marks, separated by blanks; `width` above 0: a new line before it gets wider, where a name allows it."""
+    text, line = Text(), 0
     for name, state in states.items():
         mark, style, _ = TIER_MARKS[state]
-        text.append(" " if text else "").append(f"{mark}{name}", style=style)
+        word = f"{mark}{name}"
+        wraps = bool(width and line and line + 1 + len(word) > width)
+        text.append("\n" if wraps else " " if text else "").append(word, style=style)
+        line = len(word) if wraps or not line else line + 1 + len(word)
     return text or Text("none", style="bold red")
 
 
@@ -200,6 +207,7 @@ def _note(info: CheckpointInfo, *, is_latest: bool) -> Text:
         words.append(("final", ""))
     words += [(f"tag:{tag}", "") for tag in info.tags]
     words += [(f"pin:{pin}", "") for pin in info.pins]
+    words += [(f"hold:{hold.name}", "") for hold in info.holds]
     text = Text()
     for word, style in words:
         text.append(", " if text else "").append(word, style=style)

@@ -1,0 +1,171 @@
+"""A retention plan as the table of the design, 80 columns wide, and as plain values for ``--json``. Pure functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from tierstore.cli.render import age_text, tiers_text
+from tierstore.names import Attempt, save_id_time
+from tierstore.tiers.retention import Plan, PlanEntry, PlanIncomplete
+from tierstore.units import format_size
+
+__all__ = ["plan_summary", "plan_table", "plan_values", "plural", "sum_nbytes", "when_text", "why"]
+
+MOST_ROWS = 200
+"""So many rows are shown; of more, those that change, and the newest and oldest of the others."""
+
+_STYLES: Mapping[str, str] = {"keep": "green", "expire": "bold red", "expired": "dim", "sweep": "red", "revive": "cyan"}
+_TIERS_WIDTH = 18
+
+
+def when_text(at: datetime, now: datetime) -> str:
+    """``30 Nov 14:02Z``; with the year where it is another."""
+    utc = at.astimezone(timezone.utc)
+    return utc.strftime("%d %b %H:%MZ" if utc.year == now.year else "%d %b %Y %H:%MZ").lstrip("0")
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 copy``, ``3 checkpoints``."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {noun[:-1]}ies" if noun.endswith("y") else f"{count:,} {noun}s"
+
+
+def plan_table(plan: Plan, pending: Mapping[Attempt, Sequence[str]], now: datetime, *, everything: bool = False) -> Table:
+    """The plan's table, newest first.
+
+    Args:
+        plan: The plan.
+        pending: The tiers that a checkpoint is still to be copied to.
+        now: For ages.
+        everything: All rows, however many.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in ("STEP", "AGE", "SIZE"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("TIERS", no_wrap=True, overflow="fold")
+    table.add_column("ACTION", no_wrap=True, overflow="fold")
+    table.add_column("WHY", overflow="fold")  # the only one that gives way: nothing else is cut
+    for row in _rows(plan, pending, now, everything):
+        table.add_row(*row)
+    return table
+
+
+def _rows(plan: Plan, pending: Mapping[Attempt, Sequence[str]], now: datetime, everything: bool) -> Iterator[tuple[str | Text, ...]]:
+    found: list[PlanEntry | PlanIncomplete] = sorted((*plan.entries, *plan.incomplete), key=lambda e: e.attempt, reverse=True)
+    shown = set(range(len(found))) if everything or len(found) <= MOST_ROWS else _chosen(found)
+    skipped = 0
+    for number, one in enumerate(found):
+        if number not in shown:
+            skipped += 1
+            continue
+        if skipped:
+            yield _gap(skipped)
+            skipped = 0
+        yield _incomplete_row(one, now) if isinstance(one, PlanIncomplete) else _entry_row(one, pending.get(one.attempt, ()), now)
+    if skipped:
+        yield _gap(skipped)
+
+
+def _chosen(found: Sequence[PlanEntry | PlanIncomplete]) -> set[int]:
+    changes = [n for n, one in enumerate(found) if isinstance(one, PlanIncomplete) or one.action != "keep" or one.drops]
+    return {*range(20), *range(len(found) - 5, len(found)), *changes[:MOST_ROWS]}
+
+
+def _gap(skipped: int) -> tuple[str | Text, ...]:
+    return "…", "", "", "", "", Text(f"{skipped:,} more; --all shows them", style="dim")
+
+
+def _entry_row(entry: PlanEntry, due: Sequence[str], now: datetime) -> tuple[str | Text, ...]:
+    states = {**entry.replicas, **{name: "pending" for name in due if name not in entry.replicas}}
+    going = [drop.tier for drop in entry.drops if not drop.blocked]
+    action = Text(entry.action, style=_STYLES[entry.action])
+    if going and entry.action == "keep":
+        action = Text("\n".join(f"evict:{tier}" for tier in going), style="yellow")
+    return (
+        str(entry.attempt.step),
+        age_text(entry.committed_at, now),
+        format_size(entry.nbytes),
+        tiers_text(states, _TIERS_WIDTH),
+        action,
+        why(entry, now),
+    )
+
+
+def why(entry: PlanEntry, now: datetime) -> str:
+    """The reasons for what becomes of one checkpoint, the deciding ones: what leaves a tier, else what keeps or ends it."""
+    words = []
+    going = [drop for drop in entry.drops if not drop.blocked]
+    if not (going and entry.action == "keep"):
+        words = [reason.text for reason in entry.reasons]
+    for drop in going:
+        copies = plural(len(drop.copies), "verified durable copy")
+        words += [drop.reason.text, f"{copies} elsewhere"]
+    words += [f"{drop.tier}: {drop.reason.text}, but it stays: {drop.blocked}" for drop in entry.drops if drop.blocked]
+    if entry.action == "expire" and entry.not_before:
+        words.append(f"undelete until {when_text(entry.not_before, now)}")
+    if entry.action == "expired" and entry.not_before:
+        words.append(f"freed from {when_text(entry.not_before, now)}, undelete until then")
+    if entry.action == "sweep":
+        words.append("the next gc frees it")
+    return "; ".join(dict.fromkeys(words))
+
+
+def _incomplete_row(item: PlanIncomplete, now: datetime) -> tuple[str | Text, ...]:
+    words = [item.note] if item.note else [_missing(item.missing)]
+    if item.orphan_at is not None:
+        passed = item.orphan_at <= now
+        words.append("an orphan: gc removes it" if passed else f"orphan in {age_text(now, item.orphan_at)}")
+    age = age_text(save_id_time(item.attempt.save_id), now)
+    return str(item.attempt.step), age, "-", "", "", Text(f"({'; '.join(words)})", style="dim")
+
+
+def _missing(missing: tuple[int, ...] | None) -> str:
+    if missing is None:
+        return "incomplete"
+    if not missing:
+        return "incomplete, all parts are there"
+    return f"incomplete, {'rank' if len(missing) == 1 else 'ranks'} {' '.join(map(str, missing[:8]))} missing"
+
+
+def sum_nbytes(entries: Sequence[PlanEntry]) -> int:
+    """Bytes that all complete copies of `entries` take up, on all tiers together."""
+    return sum(entry.nbytes * sum(state == "complete" for state in entry.replicas.values()) for entry in entries)
+
+
+def plan_summary(plan: Plan) -> str:
+    """One line: how many go, come back and stay, with their bytes on all tiers."""
+    by_action = {action: [e for e in plan.entries if e.action == action] for action in _STYLES}
+    words = []
+    if by_action["expire"]:
+        words.append(f"{plural(len(by_action['expire']), 'checkpoint')} would expire ({format_size(sum_nbytes(by_action['expire']))})")
+    if by_action["revive"]:
+        words.append(f"{len(by_action['revive'])} would come back")
+    if by_action["sweep"]:
+        words.append(f"{len(by_action['sweep'])} due to be freed ({format_size(sum_nbytes(by_action['sweep']))})")
+    if by_action["expired"]:
+        words.append(f"{len(by_action['expired'])} expired ({format_size(sum_nbytes(by_action['expired']))})")
+    drops = [drop for entry in plan.entries for drop in entry.drops if not drop.blocked]
+    for tier in dict.fromkeys(drop.tier for drop in drops):
+        of_tier = [drop for drop in drops if drop.tier == tier]
+        nbytes = sum(drop.nbytes for drop in of_tier)
+        words.append(f"{plural(len(of_tier), 'copy')} would leave {tier} ({format_size(nbytes)})")
+    words.append(f"{len(by_action['keep'])} kept" if words else f"nothing goes: {len(by_action['keep'])} kept")
+    return ", ".join(words)
+
+
+def plan_values(plan: Plan) -> Iterator[dict[str, Any]]:
+    """The plan for ``--json``: each entry, each incomplete attempt, then the plan itself."""
+    body = json.loads(plan.to_json())
+    for entry in body.pop("entries"):
+        yield {"type": "plan_entry", "run": plan.run, **entry}
+    for item in body.pop("incomplete"):
+        yield {"type": "plan_incomplete", "run": plan.run, **item}
+    version = body.pop("plan")
+    yield {"type": "plan", "plan_version": version, **body}
