@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tierstore.tiers.retention.evaluate import evaluate
 from tierstore.tiers.retention.facts import TierFacts, counted_copies, tier_facts
 from tierstore.tiers.retention.plan import Action, Drop, Plan, PlanEntry, PlanIncomplete, Reason, plan_from_json
 
@@ -14,6 +15,7 @@ __all__ = [
     "Reason",
     "TierFacts",
     "counted_copies",
+    "evaluate",
     "plan_from_json",
     "tier_facts",
 ]
