@@ -7,6 +7,7 @@ upload cost money and are in no listing (PROTOCOLS.md §1, §8). Only what prova
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Protocol, runtime_checkable
 
 from tierstore.errors import NotFoundError, StorageError
@@ -17,7 +18,7 @@ __all__ = ["UPLOAD_GRACE_S", "sweep_leftovers"]
 log = logging.getLogger(__name__)
 
 UPLOAD_GRACE_S = 24 * 3600.0
-"""An upload that began longer ago, by the server's clock, has no living writer. Seconds."""
+"""An upload that began longer ago, by the server's clock, has no living writer, where no policy says otherwise. Seconds."""
 
 
 @runtime_checkable
@@ -30,17 +31,24 @@ class _HasUploads(Protocol):
     async def abort_stale_uploads(self, older_than_s: float) -> list[str]: ...
 
 
-async def sweep_leftovers(tiers: Tiers) -> dict[str, list[str]]:
+async def sweep_leftovers(
+    tiers: Tiers, *, only: Collection[str] | None = None, upload_grace_s: float = UPLOAD_GRACE_S
+) -> dict[str, list[str]]:
     """Removes the leftovers of dead processes from every tier that answers; returns their names by tier.
 
     A tier that fails is passed over with a warning: its leftovers are there the next time.
+
+    Args:
+        tiers: The store's tiers.
+        only: Names of the tiers to look at; None: all.
+        upload_grace_s: How long ago an upload must have begun, in seconds of the server's clock.
     """
     removed: dict[str, list[str]] = {}
     for tier in tiers:
-        if tier.name in tiers.outages:
+        if tier.name in tiers.outages or (only is not None and tier.name not in only):
             continue
         try:
-            found = await _sweep(tier)
+            found = await _sweep(tier, upload_grace_s)
         except (StorageError, NotFoundError) as error:
             log.warning("tier=%s leftovers can't be swept: %s", tier.name, error.message)
             continue
@@ -50,9 +58,9 @@ async def sweep_leftovers(tiers: Tiers) -> dict[str, list[str]]:
     return removed
 
 
-async def _sweep(tier: Tier) -> list[str]:
+async def _sweep(tier: Tier, upload_grace_s: float) -> list[str]:
     if isinstance(tier.storage, _HasTemporaries):
         return await tier.storage.sweep_temporaries()
     if isinstance(tier.storage, _HasUploads):
-        return await tier.storage.abort_stale_uploads(UPLOAD_GRACE_S)
+        return await tier.storage.abort_stale_uploads(upload_grace_s)
     return []

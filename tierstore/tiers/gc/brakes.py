@@ -1,0 +1,103 @@
+"""Brakes: what must be in order before anything is decided or freed. Each refuses loudly, and nothing has been changed then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tierstore.errors import RefusedError
+from tierstore.names import Attempt
+from tierstore.tiers.catalog import Catalog
+from tierstore.tiers.gc.audit import known_before
+from tierstore.tiers.gc.housekeeping import Housekeeping, Situation
+from tierstore.tiers.retention import Plan
+from tierstore.units import format_some
+
+__all__ = ["NEVER_REFUSED", "check_fraction", "check_ground", "check_policy", "newest_of"]
+
+NEVER_REFUSED = 2
+"""So many deletions are never too many at once: of two checkpoints one is half."""
+
+
+async def check_ground(h: Housekeeping, situation: Situation) -> None:
+    """Refuses to work on a run that is not known for certain: nothing is decided, and nothing freed, on half a picture.
+
+    Raises:
+        RefusedError: The authority does not answer, has lost logs, knows of fewer attempts than once, or a log can't be read.
+        StorageError: The authority's audit files can't be listed.
+    """
+    catalog = situation.catalog
+    authority = h.tiers.authority
+    if authority.name in catalog.unreachable:
+        raise _refused(
+            h,
+            f"tier {authority.name!r}, whose logs decide, can't be reached: {catalog.unreachable[authority.name].message}",
+            "bring it back; what is due is collected then",
+        )
+    if lost := [info.attempt for info in catalog.checkpoints if info.authority_lost]:
+        raise _refused(
+            h,
+            f"tier {authority.name!r} has lost the logs of {_steps(lost)}, which replicas still have",
+            "is the right place mounted? else `tierstore recover` rebuilds lost logs",
+        )
+    if damaged := [*(i.attempt for i in catalog.checkpoints if i.damaged), *(a.attempt for a in catalog.incomplete if a.unreadable)]:
+        raise _refused(
+            h,
+            f"the logs of {_steps(damaged)} can't be read",
+            "`tierstore verify` names the records; `tierstore repair` puts them back from a replica's copies",
+        )
+    before, audit = await known_before(h.tiers, h.run)
+    if catalog.known < before:
+        raise _refused(
+            h,
+            f"tier {authority.name!r} lists {catalog.known} logs, and once listed {before} ({audit})",
+            f"is the right place mounted, and its listing whole? if logs were removed for good, move {audit} away",
+        )
+
+
+def check_policy(h: Housekeeping) -> None:
+    """Refuses to decide by no policy, or by one that keeps nothing.
+
+    Raises:
+        RefusedError: There is none, or it has no rule.
+    """
+    if not h.required.keep:
+        raise _refused(h, "its retention policy has no rule, and would delete everything", "say what is kept, e.g. `keep: [{last: 5}]`")
+
+
+def check_fraction(h: Housekeeping, catalog: Catalog, plan: Plan, doomed: Iterable[Attempt], most: float | None) -> None:
+    """Refuses to decide that more than a share of the live checkpoints goes at once.
+
+    Args:
+        h: Whose policy says the share, where `most` is None.
+        catalog: What there is.
+        plan: For the message.
+        doomed: What would be decided to go.
+        most: The share, above 0 and up to 1.
+
+    Raises:
+        RefusedError: It is more, and more than `NEVER_REFUSED`.
+    """
+    live = {i.attempt for i in catalog.checkpoints if not (i.hidden or i.superseded or i.damaged)}
+    going = live & set(doomed)
+    share = h.gc.max_delete_fraction if most is None else most
+    if len(going) > NEVER_REFUSED and len(going) > share * len(live):
+        raise _refused(
+            h,
+            f"plan {plan.id} deletes {len(going)} of {len(live)} checkpoints, and at most {share:.0%} may go at once",
+            "read `tierstore plan`; if it is meant, prune with a larger max_delete_fraction",
+        )
+
+
+def newest_of(catalog: Catalog) -> frozenset[Attempt]:
+    """The committed checkpoints of the highest step and of the latest save: whatever a plan says, these are not swept."""
+    found = [info.attempt for info in catalog.checkpoints]
+    return frozenset({max(found), max(found, key=lambda a: a.save_id)} if found else ())
+
+
+def _refused(h: Housekeeping, what: str, hint: str) -> RefusedError:
+    return RefusedError(f"run {h.run!r}: {what}; nothing is deleted", hint=hint, run=h.run)
+
+
+def _steps(attempts: Sequence[Attempt]) -> str:
+    steps = sorted({a.step for a in attempts})
+    return f"step{'s' if len(steps) > 1 else ''} {format_some(steps, 8)}"

@@ -1,0 +1,356 @@
+"""Collect frees what the logs let go, and continues what an earlier collection, or another collector, left half done (PROTOCOLS.md §6).
+
+Nothing here remembers anything: each run looks at logs and listings and finds again what is to be done. So it can be killed at any
+instant, and two that run at once do the same work twice at worst.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from tierstore.errors import ConflictError, NotFoundError, RefusedError, TierStoreError
+from tierstore.format.record import Record
+from tierstore.names import Attempt
+from tierstore.tiers.checkpoint import CheckpointInfo
+from tierstore.tiers.gc.brakes import check_ground, newest_of
+from tierstore.tiers.gc.deleting import Emptying, Found, Remover, find
+from tierstore.tiers.gc.evict import continue_eviction, decide_eviction, finish_eviction, preview_eviction
+from tierstore.tiers.gc.housekeeping import Housekeeping, Situation, look, plan_of
+from tierstore.tiers.gc.orphans import condemn, confirm_condemned, orphan_job, why_it_stays
+from tierstore.tiers.gc.prune import carry_out
+from tierstore.tiers.gc.reports import CollectReport, Failed, Freed, Tended
+from tierstore.tiers.gc.sweep import decide_sweep, names_to_record, read_swept, readers_of, sweep_job, to_trim
+from tierstore.tiers.leftovers import sweep_leftovers
+from tierstore.tiers.log import read_log
+from tierstore.tiers.retention import PlanEntry, Reason
+from tierstore.tiers.tier import Tier
+from tierstore.tiers.together import together
+from tierstore.tiers.view import staging
+
+__all__ = ["CollectReport", "Tended", "collect", "tend"]
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_AT_A_TIME = 64
+"""Attempts that are decided, written down and deleted together: their files are in memory."""
+_AT_ONCE = 8
+
+
+async def collect(h: Housekeeping, *, now: bool = False, wait_s: float = 0.0, dry_run: bool = False) -> CollectReport:
+    """Frees what is due: finishes what was begun, sweeps what expired, drops copies, condemns orphans, removes leftovers.
+
+    Args:
+        h: Who collects, and on which tiers.
+        now: Do not wait until an undelete window has passed (what protects a checkpoint still does).
+        wait_s: Seconds to wait for readers of what was just swept; what is still read then is left for the next run.
+        dry_run: Only say what would go.
+
+    Raises:
+        RefusedError: The run is not in order (`brakes.check_ground`); nothing was changed.
+        StorageError: No tier can be reached, or the authority's leases or audit files can't be listed; the next run continues.
+    """
+    situation = await look(h)
+    await check_ground(h, situation)
+    return await _collect(h, situation, now=now, wait_s=wait_s, dry_run=dry_run)
+
+
+async def tend(h: Housekeeping) -> Tended:
+    """One round of housekeeping in the background: decides (where `h.shared` and there is a policy), then collects.
+
+    Raises:
+        RefusedError: The run is not in order (`brakes.check_ground`); nothing was changed.
+        StorageError, IntegrityError: The authority failed; the next round continues.
+    """
+    situation = await look(h)
+    await check_ground(h, situation)
+    pruned, refused = None, ""
+    if h.shared and h.policy is not None:
+        try:
+            pruned = await carry_out(h, situation)
+        except RefusedError as error:  # too much at once: a person has to say that it is meant
+            refused = error.message
+        else:
+            if pruned.expired or pruned.revived or pruned.passed_over:
+                situation = await look(h)
+                await check_ground(h, situation)
+    return Tended(collected=await _collect(h, situation), pruned=pruned, refused=refused)
+
+
+async def _collect(
+    h: Housekeeping, situation: Situation, *, now: bool = False, wait_s: float = 0.0, dry_run: bool = False
+) -> CollectReport:
+    work = _Collecting(h, situation, wait_s=wait_s, dry_run=dry_run)
+    await work.finish_swept()
+    await work.finish_condemned()
+    await work.finish_evictions()
+    if h.policy is not None:
+        entries = (await asyncio.to_thread(plan_of, h, _as_due(situation) if now else situation)).entries
+        if h.shared:
+            await work.sweep([entry for entry in entries if entry.action == "sweep"])
+        await work.drop(entries)
+        await work.condemn_orphans()
+        work.waiting += [(e.attempt, _why_waiting(e)) for e in entries if e.action in ("expired", "revive")]
+    leftovers = {} if dry_run else await work.leftovers()
+    return CollectReport(
+        freed=tuple(work.freed),
+        waiting=tuple(work.waiting),
+        failed=tuple(work.failed),
+        leftovers=leftovers,
+        foreign=tuple(work.foreign),
+        dry_run=dry_run,
+    )
+
+
+def _as_due(situation: Situation) -> Situation:
+    """The same with every undelete window over; what protects a checkpoint protects it still."""
+    long_ago = situation.at.replace(year=1970)
+    checkpoints = tuple(
+        replace(info, expired=replace(info.expired, not_before=long_ago)) if info.expired is not None else info
+        for info in situation.catalog.checkpoints
+    )
+    return replace(situation, catalog=replace(situation.catalog, checkpoints=checkpoints))
+
+
+def _why_waiting(entry: PlanEntry) -> str:
+    if entry.action == "revive":
+        return "expired, but the policy keeps it now: `tierstore prune` brings it back"
+    until = f"can be taken back until {entry.not_before:%Y-%m-%d %H:%M:%SZ}" if entry.not_before is not None else "expired"
+    kept = [reason.text for reason in entry.reasons if reason.kind not in ("no-rule", "superseded")]
+    return "; ".join([until, *kept])
+
+
+class _Collecting:
+    """One collection: what it did so far."""
+
+    def __init__(self, h: Housekeeping, situation: Situation, *, wait_s: float, dry_run: bool) -> None:
+        self.freed: list[Freed] = []
+        self.waiting: list[tuple[Attempt, str]] = []
+        self.failed: list[Failed] = []
+        self.foreign: list[str] = []
+        self._h = h
+        self._seen = situation
+        self._wait_s = wait_s
+        self._dry_run = dry_run
+        self._remover = Remover(h, situation.catalog.known)
+        self._own = tuple(tier for tier in h.own if tier.name not in situation.catalog.unreachable)
+        self._nodes = {tier.name for tier in staging(h.tiers)}
+
+    # ---- what was decided before
+
+    async def finish_swept(self) -> None:
+        """Removes what is left of checkpoints that were swept: an interrupted sweep's rest, what a late writer put there, old records."""
+        left = [attempt for attempt in self._seen.catalog.swept if self._left_on(attempt)]
+        for some in _parts(left):
+            found = await together(lambda a: self._try(a, "", read_swept(self._h, a)), some, at_once=_AT_ONCE)
+            await self._empty_swept({a: record for a, record in zip(some, found, strict=True) if record is not None})
+
+    async def finish_condemned(self) -> None:
+        """Removes what is left of condemned attempts."""
+        left = [c.attempt for c in self._seen.catalog.condemned if self._left_on(c.attempt)]
+        await self._empty_condemned([attempt for attempt in left if not self._is_protected(attempt)])
+
+    async def finish_evictions(self) -> None:
+        """Removes what is left on tiers that have dropped, or are dropping, their copy."""
+        own = {tier.name: tier for tier in self._own}
+        left = [
+            (i, own[name])
+            for i in self._seen.catalog.checkpoints
+            for name, state in i.replicas.items()
+            if state == "evicting" and name in own
+        ]
+        for some in _parts(left):
+            found = await together(lambda item: self._continued(*item), some, at_once=_AT_ONCE)
+            await self._evict([job for job in found if job is not None])
+
+    async def _continued(self, info: CheckpointInfo, tier: Tier) -> Emptying | None:
+        """What may go on with an eviction: by the log as it is now, or, on a node's tier, by its marker and the checks for a new one."""
+        if tier.name in self._nodes:
+            return await self._decide_drop(info.attempt, tier, "an eviction that was interrupted")
+        records = await self._try(info.attempt, "", read_log(self._h.tiers.authority.storage, info.attempt))
+        return continue_eviction(self._h, info.attempt, tier, records) if records else None
+
+    # ---- what is decided now
+
+    async def sweep(self, entries: Sequence[PlanEntry]) -> None:
+        """Sweeps what the plan, made anew from logs and policy as they are, lets go."""
+        newest = newest_of(self._seen.catalog)
+        self.waiting += [(entry.attempt, "the newest checkpoint is never deleted") for entry in entries if entry.attempt in newest]
+        infos = {info.attempt: info for info in self._seen.catalog.checkpoints}
+        reasons = {entry.attempt: entry.reasons for entry in entries}
+        for some in _parts([infos[entry.attempt] for entry in entries if entry.attempt not in newest]):
+            if self._dry_run:
+                await self._preview_sweep(some)
+                continue
+            found = await together(lambda info: self._swept(info, reasons[info.attempt]), some, at_once=_AT_ONCE)
+            await self._empty_swept({info.attempt: record for info, record in zip(some, found, strict=True) if record is not None})
+
+    async def _swept(self, info: CheckpointInfo, reasons: Sequence[Reason]) -> Record | None:
+        return await self._try(info.attempt, "", decide_sweep(self._h, info, reasons))
+
+    async def _preview_sweep(self, infos: Sequence[CheckpointInfo]) -> None:
+        names = await together(lambda info: self._try(info.attempt, "", names_to_record(self._h, info)), infos, at_once=_AT_ONCE)
+        await self._remove(
+            [
+                Emptying(attempt=info.attempt, tier=tier, kind="sweep", why="", named=frozenset(named))
+                for info, named in zip(infos, names, strict=True)
+                if named is not None
+                for tier in self._own
+            ]
+        )
+
+    async def drop(self, entries: Sequence[PlanEntry]) -> None:
+        """Drops the copies that the plan lets go; of one checkpoint one after the other, each upon the copies that stand then."""
+        own = {tier.name: tier for tier in self._own}
+        wanted = [
+            (entry.attempt, [(own[d.tier], d.reason.text) for d in entry.drops if not d.blocked and d.tier in own])
+            for entry in entries
+            if entry.action != "sweep"
+        ]
+
+        async def of_checkpoint(item: tuple[Attempt, list[tuple[Tier, str]]]) -> list[Emptying]:
+            attempt, drops = item
+            jobs = [await self._decide_drop(attempt, tier, reason) for tier, reason in drops]
+            return [job for job in jobs if job is not None]
+
+        for some in _parts([item for item in wanted if item[1]]):
+            found = await together(of_checkpoint, some, at_once=_AT_ONCE)
+            await self._evict([job for jobs in found for job in jobs])
+
+    async def _decide_drop(self, attempt: Attempt, tier: Tier, reason: str) -> Emptying | None:
+        decide = preview_eviction if self._dry_run else decide_eviction
+        return await self._try(attempt, tier.name, decide(self._h, attempt, tier, reason))
+
+    async def condemn_orphans(self) -> None:
+        """Condemns what nobody finished, and removes it."""
+        condemned: list[Attempt] = []
+        for found in self._seen.catalog.incomplete:
+            why = await self._try(found.attempt, "", why_it_stays(self._h, self._seen, found))
+            if why:
+                self.waiting.append((found.attempt, why))
+            elif why is not None and (self._dry_run or await self._try(found.attempt, "", condemn(self._h, found))):
+                condemned.append(found.attempt)
+        await self._empty_condemned(condemned, everywhere=True)
+
+    # ---- freeing
+
+    async def _empty_swept(self, swept: Mapping[Attempt, Record]) -> None:
+        """Frees swept checkpoints that nobody reads, then trims the logs of those of which nothing is left on the shared tiers."""
+        try:
+            reading = await readers_of(self._h, swept, 0.0 if self._dry_run else self._wait_s)
+        except TierStoreError as error:  # not known who reads them: nothing of them may go
+            self.failed += [Failed(attempt=attempt, tier="", error=error) for attempt in swept]
+            return
+        for attempt, readers in reading.items():
+            self.waiting.append((attempt, f"swept, but read by {', '.join(reader.holder for reader in readers)}"))
+        free = {attempt: record for attempt, record in swept.items() if attempt not in reading}
+        jobs = [sweep_job(attempt, tier, record) for attempt, record in free.items() for tier in self._own]
+        done = await self._remove(jobs)
+        if self._dry_run or not self._h.shared:
+            return
+        clean = {attempt for attempt in free if all((attempt, tier.name) in done for tier in self._h.own if tier.name not in self._nodes)}
+        try:
+            trims = await to_trim(self._h, {attempt: free[attempt] for attempt in clean})
+            ends = await self._remover.remove(trims)
+        except TierStoreError as error:
+            self.failed.append(Failed(attempt=None, tier=self._h.tiers.authority.name, error=error))
+            return
+        self.failed += [
+            Failed(attempt=one.job.attempt, tier=one.job.tier.name, error=end)
+            for one, end in zip(trims, ends, strict=True)
+            if end is not None
+        ]
+
+    async def _empty_condemned(self, attempts: Sequence[Attempt], *, everywhere: bool = False) -> None:
+        for some in _parts(attempts):
+            if not (self._dry_run and everywhere):  # then nobody has condemned them yet
+                some = await self._confirmed(some)
+            await self._remove([orphan_job(attempt, tier) for attempt in some for tier in self._own])
+
+    async def _confirmed(self, attempts: Sequence[Attempt]) -> list[Attempt]:
+        async def one(attempt: Attempt) -> bool | None:
+            return await self._try(attempt, "", _true(confirm_condemned(self._h, attempt)))
+
+        kept = await together(one, attempts, at_once=_AT_ONCE)
+        return [attempt for attempt, ok in zip(attempts, kept, strict=True) if ok]
+
+    async def _evict(self, jobs: Sequence[Emptying]) -> None:
+        done = await self._remove(jobs)
+        if self._dry_run:
+            return
+        for job in jobs:
+            if (job.attempt, job.tier.name) in done:
+                await self._try(job.attempt, job.tier.name, finish_eviction(self._h, job))
+
+    async def _remove(self, jobs: Sequence[Emptying]) -> set[tuple[Attempt, str]]:
+        """Lists and deletes; returns (attempt, tier) of the jobs of which nothing that is ours to delete is left."""
+        listed = await together(lambda job: self._try(job.attempt, job.tier.name, find(self._h, job)), jobs, at_once=_AT_ONCE)
+        found = [one for one in listed if one is not None]
+        self.foreign += [f"{one.job.tier.name}:{path}" for one in found for path in one.foreign]
+        ends = [None] * len(found) if self._dry_run else await self._remover.remove(found)
+        done: set[tuple[Attempt, str]] = set()
+        for one, end in zip(found, ends, strict=True):
+            if end is not None:
+                self.failed.append(Failed(attempt=one.job.attempt, tier=one.job.tier.name, error=end))
+                continue
+            done.add((one.job.attempt, one.job.tier.name))
+            if one.files:
+                self._note_freed(one)
+        return done
+
+    def _note_freed(self, one: Found) -> None:
+        job, nbytes = one.job, sum(info.nbytes for info in one.files)
+        self.freed.append(Freed(attempt=job.attempt, tier=job.tier.name, kind=job.kind, files=len(one.files), nbytes=nbytes))
+        level = logging.DEBUG if self._dry_run else logging.INFO
+        log.log(
+            level,
+            "tier=%s checkpoint=%s kind=%s files=%d nbytes=%d freed",
+            job.tier.name,
+            job.attempt.folder,
+            job.kind,
+            len(one.files),
+            nbytes,
+        )
+
+    async def leftovers(self) -> dict[str, tuple[str, ...]]:
+        """Removes what dead processes left on the tiers that are ours to work on."""
+        names = {tier.name for tier in self._own}
+        found = await sweep_leftovers(self._h.tiers, only=names, upload_grace_s=self._h.gc.multipart_grace_s)
+        return {name: tuple(paths) for name, paths in found.items()}
+
+    # ---- helpers
+
+    def _left_on(self, attempt: Attempt) -> bool:
+        """Whether a tier that is ours to work on has something left of an attempt that is gone."""
+        return bool({tier.name for tier in self._own} & set(self._seen.catalog.remains.get(attempt, ())))
+
+    def _is_protected(self, attempt: Attempt) -> bool:
+        reason = self._seen.protected.get(attempt)
+        if reason is not None:
+            self.waiting.append((attempt, reason.text))
+        return reason is not None
+
+    async def _try(self, attempt: Attempt, tier: str, work: Coroutine[Any, Any, _T]) -> _T | None:
+        """Awaits one step; what was decided otherwise meanwhile is noted as waiting, a fault as failed: others go on."""
+        try:
+            return await work
+        except (ConflictError, RefusedError, NotFoundError) as error:
+            self.waiting.append((attempt, error.message))
+        except TierStoreError as error:
+            log.warning("tier=%s checkpoint=%s not collected: %s", tier or self._h.tiers.authority.name, attempt.folder, error.message)
+            self.failed.append(Failed(attempt=attempt, tier=tier, error=error))
+        return None
+
+
+async def _true(work: Coroutine[Any, Any, None]) -> bool:
+    await work
+    return True
+
+
+def _parts(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    for begin in range(0, len(items), _AT_A_TIME):
+        yield items[begin : begin + _AT_A_TIME]

@@ -1,0 +1,90 @@
+"""Orphans: attempts that nobody finished. A collector must first win ``000000 = condemned``; losing means that it is a checkpoint.
+
+Scanning for "no commit" and then deleting loses acknowledged checkpoints (`models/model_gc.py`), so the fate is decided by the same
+create-if-absent that a committer uses. An attempt whose parts are all there is left alone: `tierstore recover` can still finish it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime
+
+from tierstore.clock import utc_text
+from tierstore.crashpoints import reach
+from tierstore.errors import ConflictError
+from tierstore.names import Attempt, save_id_time
+from tierstore.tiers.checkpoint import IncompleteAttempt
+from tierstore.tiers.gc.deleting import Emptying
+from tierstore.tiers.gc.housekeeping import Housekeeping, Situation
+from tierstore.tiers.log import decide_fate, read_fate
+from tierstore.tiers.tier import Tier
+from tierstore.tiers.together import together
+from tierstore.units import format_duration
+
+__all__ = ["condemn", "confirm_condemned", "orphan_job", "why_it_stays"]
+
+
+async def why_it_stays(h: Housekeeping, situation: Situation, found: IncompleteAttempt) -> str:
+    """Why an attempt without a fate is no orphan (yet); empty if it is one.
+
+    Raises:
+        StorageError: A tier that may have some of it can't be listed.
+    """
+    if (reason := situation.protected.get(found.attempt)) is not None:
+        return reason.text
+    if found.missing == ():
+        return "all its parts are there: `tierstore recover` finishes it"
+    if situation.catalog.unreachable:
+        return f"what tier {', '.join(situation.catalog.unreachable)} has of it can't be seen"
+    touched_at, grace_s = await _touched_at(h, found.attempt), h.gc.orphan_grace_s + h.gc.max_clock_skew_s
+    if (situation.at - touched_at).total_seconds() >= grace_s:
+        return ""
+    return f"unfinished, last written at {utc_text(touched_at)[:19]}Z; an orphan {format_duration(grace_s)} later"
+
+
+async def condemn(h: Housekeeping, found: IncompleteAttempt) -> bool:
+    """Tries to win the attempt's fate; False if it has committed meanwhile.
+
+    Raises:
+        OutcomeUnknownError, StorageError: Nobody knows: nothing may be deleted.
+        IntegrityError: There is a record that can't be parsed.
+    """
+    reach("orphan.before-condemned")
+    missing = list(found.missing or ())
+    facts = {"reason": "an orphan: nobody finished it within the grace", "missing": missing, "world_size": found.world_size}
+    fate = await decide_fate(h.tiers.authority.storage, found.attempt, "condemned", facts, h.clock)
+    reach("orphan.after-condemned")
+    return fate.kind == "condemned"
+
+
+async def confirm_condemned(h: Housekeeping, attempt: Attempt) -> None:
+    """Makes sure that the log says today that the attempt was condemned, before something of it is deleted.
+
+    Raises:
+        ConflictError: It does not.
+        IntegrityError, StorageError: It can't be read.
+    """
+    fate = await read_fate(h.tiers.authority.storage, attempt)
+    if fate is None or fate.kind != "condemned":
+        raise ConflictError(
+            f"the log of step {attempt.step} of run {attempt.run!r} says no longer that it was condemned",
+            hint="run `tierstore verify`",
+            run=attempt.run,
+            step=attempt.step,
+        )
+
+
+def orphan_job(attempt: Attempt, tier: Tier) -> Emptying:
+    """What ``condemned`` lets go from one tier: what the grammar knows, for there is no manifest that could name more."""
+    return Emptying(attempt=attempt, tier=tier, kind="orphan", why="condemned by record 000000")
+
+
+async def _touched_at(h: Housekeeping, attempt: Attempt) -> datetime:
+    """When something of the attempt was last written, as far as names and storages tell."""
+
+    async def of_tier(tier: Tier) -> Iterable[datetime]:
+        files = [*await tier.storage.list(attempt.folder), *await tier.storage.list(attempt.log_folder)]
+        return [info.modified_at for info in files if info.modified_at is not None]
+
+    times = await together(of_tier, h.tiers)
+    return max([save_id_time(attempt.save_id), *(at for found in times for at in found)])
