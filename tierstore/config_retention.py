@@ -6,7 +6,7 @@ import difflib
 from typing import Annotated, Literal, get_args
 from zoneinfo import ZoneInfo, available_timezones
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from tierstore.config_values import Count, Duration, Model, Percent, Size, Text, Texts, Whole, one_of
 from tierstore.errors import UsageError
@@ -140,9 +140,17 @@ class GcConfig(Model):
     max_clock_skew_s: Duration = Field(300.0, alias="max_clock_skew")
     max_delete_fraction: Percent = 0.5
     multipart_grace_s: Duration = Field(_DAY_S, alias="multipart_grace")
+    max_deletes_per_s: Count = 200
+    """Files a second and a tier: deletion stays out of the way of saves."""
 
 
-GroupBy = Annotated[tuple[Literal["run"], ...], Field(min_length=1, max_length=1)]
+def _check_group_by(keys: tuple[str, ...]) -> tuple[str, ...]:
+    if keys not in (("run",), ("run", "tags")):
+        raise ValueError("write [run], or [run, tags] for series of their own within a run")
+    return keys
+
+
+GroupBy = Annotated[tuple[Literal["run", "tags"], ...], Field(min_length=1, examples=[["run"]]), AfterValidator(_check_group_by)]
 TierPolicies = Annotated[dict[str, TierRetention], Field(min_length=1)]
 
 
@@ -162,6 +170,7 @@ class RetentionConfig(Model):
     """The policy of a store. Without one, nothing is ever deleted."""
 
     group_by: GroupBy = ("run",)
+    """What ranks among each other: the checkpoints of a run, or those of a run that have the same tags."""
     timezone: Text = "UTC"
     """Where the days and weeks of the calendar rules begin."""
     keep: Keep

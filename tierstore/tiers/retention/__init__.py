@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tierstore.tiers.retention.evaluate import evaluate
+from tierstore.tiers.retention.explain import Word, explain
 from tierstore.tiers.retention.facts import TierFacts, counted_copies, tier_facts
 from tierstore.tiers.retention.plan import Action, Drop, Plan, PlanEntry, PlanIncomplete, Reason, plan_from_json
 
@@ -14,8 +15,10 @@ __all__ = [
     "PlanIncomplete",
     "Reason",
     "TierFacts",
+    "Word",
     "counted_copies",
     "evaluate",
+    "explain",
     "plan_from_json",
     "tier_facts",
 ]

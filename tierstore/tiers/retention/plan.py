@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timezone
 from typing import Any, Literal, cast, get_args
 
 from pydantic import ValidationError
 
-from tierstore.clock import parse_utc, utc_text
 from tierstore.config_retention import RetentionConfig
 from tierstore.errors import FormatError
 from tierstore.format.digest import digest_of
@@ -31,6 +31,7 @@ Action = Literal["keep", "expire", "expired", "sweep", "revive"]
 """
 
 _VERSION = 1
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _MAX_NBYTES = 1 << 30
 
 
@@ -130,7 +131,7 @@ class Plan:
 
     def to_json(self) -> str:
         """One line of JSON with the keys always in the same order."""
-        return _line({"id": self.id, **_body(self)})
+        return f'{{"id":"{self.id}",{"".join(_pieces(self))}'
 
 
 def make_plan(
@@ -150,7 +151,10 @@ def make_plan(
             id=plan_id, run=run, at=at, policy=policy, policy_digest=digest, entries=entries, incomplete=incomplete, warnings=warnings
         )
 
-    return with_id(_id_of(_body(with_id(""))))
+    content = hashlib.sha256()
+    for piece in _pieces(with_id("")):
+        content.update(piece.encode())
+    return with_id(content.hexdigest()[:20])
 
 
 def policy_digest(policy: RetentionConfig) -> str:
@@ -171,7 +175,7 @@ def plan_from_json(text: str) -> Plan:
         run = str(value["run"])
         plan = make_plan(
             run=run,
-            at=parse_utc(value["at"]),
+            at=_time(value["at"]),
             policy=RetentionConfig.model_validate(value["policy"]),
             entries=tuple(_entry(run, item) for item in value["entries"]),
             incomplete=tuple(_incomplete(run, item) for item in value["incomplete"]),
@@ -191,51 +195,67 @@ def plan_from_json(text: str) -> Plan:
 
 
 def _line(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-def _id_of(body: Mapping[str, Any]) -> str:
-    return digest_of(_line(body).encode()).removeprefix("sha256:")[:20]
+    return _JSON.encode(value)
 
 
 def _policy(policy: RetentionConfig) -> dict[str, Any]:
     return policy.model_dump(mode="json", exclude_none=True)
 
 
-def _body(plan: Plan) -> dict[str, Any]:
-    return {
+def _pieces(plan: Plan) -> Iterator[str]:
+    """The JSON after the id, one entry after the other: that of 100,000 entries is never in memory as objects."""
+    head = {
         "plan": _VERSION,
         "run": plan.run,
-        "at": utc_text(plan.at),
+        "at": _utc(plan.at),
         "policy_digest": plan.policy_digest,
         "policy": _policy(plan.policy),
         "deletes": plan.deletes,
         "warnings": list(plan.warnings),
         "incomplete": [_incomplete_body(item) for item in plan.incomplete],
-        "entries": [_entry_body(entry) for entry in plan.entries],
     }
+    yield f'{_line(head)[1:-1]},"entries":['
+    for number, entry in enumerate(plan.entries):
+        yield f"{',' if number else ''}{_line(_entry_body(entry))}"
+    yield "]}"
 
 
 def _entry_body(entry: PlanEntry) -> dict[str, Any]:
-    """Fields that say nothing are left out: a plan may have 100,000 entries."""
+    """Fields that say nothing are left out: a plan may have 100,000 entries, and each of them costs its share of a second."""
     body: dict[str, Any] = {
         "step": entry.attempt.step,
         "save_id": entry.attempt.save_id,
-        "committed_at": utc_text(entry.committed_at),
+        "committed_at": _utc(entry.committed_at),
         "nbytes": entry.nbytes,
         "replicas": dict(entry.replicas),
         "action": entry.action,
         "reasons": [{"kind": reason.kind, "text": reason.text} for reason in entry.reasons],
     }
-    body.update(_given(drops=[_drop_body(drop) for drop in entry.drops], tags=list(entry.tags)))
-    body.update(_given(not_before=utc_text(entry.not_before) if entry.not_before else None, final=entry.final, unranked=not entry.ranked))
+    if entry.drops:
+        body["drops"] = [_drop_body(drop) for drop in entry.drops]
+    if entry.tags:
+        body["tags"] = list(entry.tags)
+    if entry.not_before is not None:
+        body["not_before"] = _utc(entry.not_before)
+    if entry.final:
+        body["final"] = True
+    if not entry.ranked:
+        body["unranked"] = True
     if entry.metrics:
         body["metrics"] = plain_json(dict(sorted(entry.metrics.items())), "metrics")
     return body
 
 
-def _given(**values: Any) -> Iterator[tuple[str, Any]]:
-    return ((name, value) for name, value in values.items() if value)
+def _utc(at: datetime) -> str:
+    """The text of `tierstore.clock.utc_text`, ten times as fast."""
+    return at.astimezone(timezone.utc).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def _time(text: str) -> datetime:
+    at = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    if at.tzinfo is None:
+        raise ValueError(f"{text!r} is no aware time")
+    return at.astimezone(timezone.utc)
 
 
 def _drop_body(drop: Drop) -> dict[str, Any]:
@@ -254,7 +274,7 @@ def _incomplete_body(item: PlanIncomplete) -> dict[str, Any]:
         "step": item.attempt.step,
         "save_id": item.attempt.save_id,
         "missing": None if item.missing is None else list(item.missing),
-        "orphan_at": utc_text(item.orphan_at) if item.orphan_at else None,
+        "orphan_at": _utc(item.orphan_at) if item.orphan_at else None,
         "note": item.note,
     }
 
@@ -272,7 +292,7 @@ def _entry(run: str, item: Mapping[str, Any]) -> PlanEntry:
         raise ValueError(f"there is no action {action!r}")
     return PlanEntry(
         attempt=_attempt(run, item),
-        committed_at=parse_utc(item["committed_at"]),
+        committed_at=_time(item["committed_at"]),
         nbytes=item["nbytes"],
         replicas=item["replicas"],
         action=cast("Action", action),
@@ -287,7 +307,7 @@ def _entry(run: str, item: Mapping[str, Any]) -> PlanEntry:
             )
             for drop in item.get("drops", ())
         ),
-        not_before=parse_utc(item["not_before"]) if "not_before" in item else None,
+        not_before=_time(item["not_before"]) if "not_before" in item else None,
         metrics=restore_json(item.get("metrics", {}), "metrics"),
         tags=tuple(item.get("tags", ())),
         final=item.get("final", False),
@@ -299,6 +319,6 @@ def _incomplete(run: str, item: Mapping[str, Any]) -> PlanIncomplete:
     return PlanIncomplete(
         attempt=_attempt(run, item),
         missing=None if item["missing"] is None else tuple(item["missing"]),
-        orphan_at=parse_utc(item["orphan_at"]) if item["orphan_at"] else None,
+        orphan_at=_time(item["orphan_at"]) if item["orphan_at"] else None,
         note=item["note"],
     )
