@@ -7,7 +7,6 @@ files. ``full`` reads every block. Who reads payload holds a lease, so that no c
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -28,7 +27,7 @@ from tierstore.tiers.together import together
 from tierstore.tiers.verify_files import Level, Looking, Verifying, verify_copy
 from tierstore.tiers.verify_logs import look_at_authority, look_at_log_copies, look_at_tier, numbers_of
 
-__all__ = ["LEASE_TTL_S", "Level", "VerifyReport", "verify"]
+__all__ = ["LEASE_TTL_S", "Level", "VerifyReport", "log_findings", "verify"]
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +73,7 @@ async def verify(
     files_in_flight: int = 4,
     clock: Clock | None = None,
     lease_ttl_s: float = LEASE_TTL_S,
+    leases: bool = True,
 ) -> VerifyReport:
     """Checks the committed checkpoints of a run on every tier.
 
@@ -90,6 +90,7 @@ async def verify(
         files_in_flight: Files that are read at once.
         clock: Of the leases; the system's if None.
         lease_ttl_s: How long a lease outlives its last beat, in seconds.
+        leases: Hold them; False: not a byte is written anywhere, and a checkpoint may go while it is read.
 
     Raises:
         UsageError: No such tier.
@@ -98,16 +99,11 @@ async def verify(
     chosen = [tiers.get(name) for name in only] if only is not None else list(tiers)
     if not 1 <= subset[0] <= subset[1]:
         raise ValueError(f"subset {subset[0]}/{subset[1]} is not a k-th of n groups")
-    work = Verifying(
-        tiers=tiers,
-        level=level,
-        subset=subset,
-        progress=progress,
-        budget=ByteBudget(budget_nbytes),
-        in_flight=asyncio.Semaphore(files_in_flight),
+    work = Verifying.make(
+        tiers, level=level, subset=subset, budget=ByteBudget(budget_nbytes), files_in_flight=files_in_flight, progress=progress
     )
     catalog = await scan(tiers, run)
-    leasing = _Leasing(tiers=tiers, clock=clock or SystemClock(), ttl_s=lease_ttl_s, warned=set(), wanted=level != "quick")
+    leasing = _Leasing(tiers=tiers, clock=clock or SystemClock(), ttl_s=lease_ttl_s, warned=set(), wanted=leases and level != "quick")
     logs = Looking(work=work, tier=tiers.authority.name)
 
     def wanted(attempt: Attempt) -> bool:
@@ -125,6 +121,32 @@ async def verify(
         files=work.files,
         nbytes_read=work.nbytes_read,
     )
+
+
+async def log_findings(tiers: Tiers, run: str, *, steps: Collection[int] | None = None) -> tuple[Finding, ...]:
+    """What is wrong with the authority's logs and with the copies of their records: the part of `verify` that reads nothing else.
+
+    Raises:
+        StorageError: No tier can be reached.
+    """
+    catalog = await scan(tiers, run)
+    work = Verifying.make(tiers, level="quick", subset=(1, 1), budget=ByteBudget(1), files_in_flight=1)
+    logs = Looking(work=work, tier=tiers.authority.name)
+    infos = [c for c in catalog.checkpoints if steps is None or c.attempt.step in steps]
+    await look_at_authority(logs, tiers, catalog, lambda attempt: steps is None or attempt.step in steps)
+    found = list(logs.findings)
+    for tier in tiers:
+        if tier.name in catalog.unreachable:
+            continue
+        try:
+            numbers = await numbers_of(tier, run)
+            looks = [Looking(work=work, tier=tier.name, info=info) for info in infos]
+            await together(lambda one, at=tier, seen=numbers: look_at_log_copies(one, tiers, one.info, at, seen), looks)
+        except (StorageError, NotFoundError) as error:
+            log.warning("tier=%s its copies of the log can't be read: %s", tier.name, error.message)
+            continue
+        found += [f for look in looks for f in look.findings]
+    return _once(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

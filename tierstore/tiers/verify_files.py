@@ -21,7 +21,7 @@ from tierstore.tiers.checkpoint import CheckpointInfo, parse_file_name
 from tierstore.tiers.copying import Proof
 from tierstore.tiers.findings import Finding
 from tierstore.tiers.log_facts import LogFacts, fold
-from tierstore.tiers.progress import Progress
+from tierstore.tiers.progress import NO_PROGRESS, Progress
 from tierstore.tiers.tier import Tier, Tiers
 from tierstore.tiers.together import together
 from tierstore.tiers.view import further
@@ -50,6 +50,13 @@ class Verifying:
     checkpoints: int = 0
     files: int = 0
     nbytes_read: int = 0
+
+    @staticmethod
+    def make(
+        tiers: Tiers, *, level: Level, subset: tuple[int, int], budget: ByteBudget, files_in_flight: int, progress: Progress | None = None
+    ) -> Verifying:
+        in_flight = asyncio.Semaphore(files_in_flight)
+        return Verifying(tiers=tiers, level=level, subset=subset, progress=progress or NO_PROGRESS, budget=budget, in_flight=in_flight)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,13 +90,15 @@ async def verify_copy(looking: Looking, info: CheckpointInfo, tier: Tier) -> Non
     if work.tiers.is_authority(tier):
         promised = not info.authority_lost
     else:
-        promised = tier.name in facts.replicated or tier.name in info.receipts
+        promised = (far and tier.name in facts.replicated) or tier.name in info.receipts
     if held in (None, "partial") and not promised:
         if (far or (held and not info.authority_lost)) and not (info.hidden or info.superseded):
             looking.note("V112", "", "only some of its files are there" if held else "not copied yet")
         return
     work.checkpoints += 1
     there = {f.path.rpartition("/")[2]: f for f in (await tier.storage.children(info.attempt.folder)).files}
+    if not there and info.damaged:
+        return  # what follows the damage may say that it was dropped
     if not there:
         looking.note("V113", "", f"nothing of its {info.nbytes} bytes is there")
         return

@@ -1,0 +1,332 @@
+"""Repair: what verify finds damaged is written anew from the tiers that have it good, block by block (PROTOCOLS.md §7).
+
+First the authority's log, for everything else is decided by it; then each damaged copy: its shards, its documents, its manifest, its
+copies of the records. Nothing is deleted, nothing is written in place, and what is published was proved against the manifest while it
+was written, so that a repair can be stopped at any instant and run again. When a copy is whole again, `replicated` is recorded anew:
+its quarantine ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from tierstore.clock import Clock
+from tierstore.errors import IntegrityError, NotFoundError, PartialError, RefusedError, TierStoreError
+from tierstore.format.index import Index
+from tierstore.format.manifest import Manifest
+from tierstore.format.record import Record
+from tierstore.names import MANIFEST, Attempt
+from tierstore.tiers.catalog import CheckpointInfo, RecordCache, scan
+from tierstore.tiers.checkpoint import parse_file_name
+from tierstore.tiers.copying import CopyContext, Proof
+from tierstore.tiers.findings import Finding
+from tierstore.tiers.leases import hold_lease
+from tierstore.tiers.log import append, read_log
+from tierstore.tiers.log_facts import LogFacts, fold
+from tierstore.tiers.mending import Mended, Unmended, mend_document, mend_shard
+from tierstore.tiers.mending_logs import mend_log_copies, mend_record
+from tierstore.tiers.progress import Progress
+from tierstore.tiers.sources import sources_of
+from tierstore.tiers.tier import Tier, Tiers, ensure_tier
+from tierstore.tiers.together import together
+from tierstore.tiers.verify import LEASE_TTL_S, Level, VerifyReport, log_findings, verify
+from tierstore.tiers.verify_files import Looking, Verifying, good_index, good_manifest, read_blocks
+
+__all__ = ["Mended", "RepairReport", "Unmended", "repair"]
+
+log = logging.getLogger(__name__)
+
+_WRITTEN = ("V101", "V102", "V103", "V104", "V113")
+_PROVED = ("V109", "V115", "V119")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepairReport:
+    """What was done, or with `dry_run` would be.
+
+    `proved` are the copies that were recorded anew as good: (attempt, tier). `skipped` are attempts that were left alone, and why.
+    """
+
+    run: str
+    level: Level
+    dry_run: bool
+    verified: VerifyReport
+    mended: tuple[Mended, ...] = ()
+    unmended: tuple[Unmended, ...] = ()
+    proved: tuple[tuple[Attempt, str], ...] = ()
+    skipped: tuple[tuple[Attempt, str], ...] = ()
+
+    @property
+    def lost_logs(self) -> tuple[Finding, ...]:
+        """Checkpoints that the authority knows nothing of: `recover` is for them."""
+        return tuple(f for f in self.verified.findings if f.code == "V110")
+
+    @property
+    def exit_code(self) -> int:
+        """0: nothing is left to mend; 3: some of it is; 6 (or a storage's own): nothing could be mended."""
+        codes = {u.exit_code for u in self.unmended} | {IntegrityError.exit_code for _ in self.lost_logs}
+        if not codes:
+            return 0
+        if self.mended:
+            return PartialError.exit_code
+        return IntegrityError.exit_code if IntegrityError.exit_code in codes else min(codes)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Repairing:
+    """One run of repair."""
+
+    context: CopyContext
+    work: Verifying
+    dry_run: bool
+    ttl_s: float
+    warned: set[str] = field(default_factory=set)
+    mended: list[Mended] = field(default_factory=list)
+    unmended: list[Unmended] = field(default_factory=list)
+    proved: list[tuple[Attempt, str]] = field(default_factory=list)
+    skipped: list[tuple[Attempt, str]] = field(default_factory=list)
+
+    @property
+    def tiers(self) -> Tiers:
+        return self.context.tiers
+
+    def take(self, result: Mended | Unmended) -> bool:
+        """Files a result; whether the file is good now."""
+        if isinstance(result, Unmended):
+            self.unmended.append(result)
+            where = f"tier={result.tier} checkpoint={result.attempt.folder} file={result.file}"
+            log.warning("%s can't be mended: %s", where, result.reason)
+            return False
+        if result.nbytes_written:
+            self.mended.append(result)
+            log.info("tier=%s checkpoint=%s file=%s mended", result.tier, result.attempt.folder, result.file)
+        return True
+
+
+async def repair(
+    tiers: Tiers,
+    run: str,
+    *,
+    clock: Clock,
+    context: CopyContext | None = None,
+    level: Level = "full",
+    subset: tuple[int, int] = (1, 16),
+    steps: Collection[int] | None = None,
+    only: Sequence[str] | None = None,
+    dry_run: bool = False,
+    files_in_flight: int = 4,
+    progress: Progress | None = None,
+    lease_ttl_s: float = LEASE_TTL_S,
+) -> RepairReport:
+    """Verifies a run, and mends what some tier has good.
+
+    Checkpoints that were deleted, or whose time has come, are left alone; so are copies that were dropped on purpose.
+
+    Args:
+        tiers: The store's tiers; the authority must answer.
+        run: The run.
+        clock: Dates new records.
+        context: Limits and progress of what is written.
+        level: How deep to look for damage; files that were found damaged earlier are always read as a whole.
+        subset: With ``sample``: which of n groups of blocks to look at.
+        steps: The steps to repair; None: all.
+        only: Names of the tiers to mend; all tiers are read from. None: all.
+        dry_run: Only say what would be done: what is bad is looked for on the other tiers, nothing is written.
+        files_in_flight: Files that are read at once while verifying.
+        progress: Told as verify reads; None: the context's.
+        lease_ttl_s: How long a lease outlives its last beat, in seconds.
+
+    Raises:
+        UsageError: No such tier.
+        StorageError: The authority can't be reached.
+    """
+    context = context or CopyContext.make(tiers, clock)
+    names = set(only) if only is not None else set(tiers.names)
+    for name in names:
+        tiers.get(name)
+    await ensure_tier(tiers, tiers.authority, create=not dry_run)
+    await tiers.authority.storage.children(run)  # an authority that does not answer can't decide anything
+    work = Verifying.make(tiers, level=level, subset=subset, budget=context.budget, files_in_flight=files_in_flight, progress=progress)
+    repairing = _Repairing(context=context, work=work, dry_run=dry_run, ttl_s=lease_ttl_s)
+    if tiers.authority.name in names:
+        for finding in await log_findings(tiers, run, steps=steps):
+            if finding.code == "V105":
+                repairing.take(await mend_record(tiers, finding.file, dry_run=dry_run))
+    report = await verify(
+        tiers,
+        run,
+        level=level,
+        only=only,
+        steps=steps,
+        subset=subset,
+        files_in_flight=files_in_flight,
+        progress=progress or context.progress,
+        clock=clock,
+        lease_ttl_s=lease_ttl_s,
+        leases=not dry_run,
+    )
+    cache = RecordCache()
+    infos = {info.attempt: info for info in (await scan(tiers, run, cache)).checkpoints}
+    damaged: dict[Attempt, dict[str, list[Finding]]] = {}
+    for finding in report.findings:
+        attempt = finding.attempt
+        if attempt in infos and finding.tier in names and finding.code in (*_WRITTEN, *_PROVED, "V114"):
+            damaged.setdefault(attempt, {}).setdefault(finding.tier, []).append(finding)
+    for attempt in sorted(damaged, reverse=True):
+        await _repair_checkpoint(repairing, infos[attempt], damaged[attempt])
+    return RepairReport(
+        run=run,
+        level=level,
+        dry_run=dry_run,
+        verified=report,
+        mended=tuple(repairing.mended),
+        unmended=tuple(repairing.unmended),
+        proved=tuple(repairing.proved),
+        skipped=tuple(repairing.skipped),
+    )
+
+
+async def _repair_checkpoint(repairing: _Repairing, info: CheckpointInfo, damaged: Mapping[str, Sequence[Finding]]) -> None:
+    """One checkpoint under a lease: every copy that is damaged, nearest first, each of the others as a source."""
+    attempt, tiers = info.attempt, repairing.tiers
+    try:
+        async with AsyncExitStack() as stack:
+            if not repairing.dry_run:
+                lease = hold_lease(
+                    tiers, attempt, ttl_s=repairing.ttl_s, clock=repairing.context.clock, kind="repair", warned=repairing.warned
+                )
+                await stack.enter_async_context(lease)
+            records = await read_log(tiers.authority.storage, attempt)
+            facts = fold(records)
+            why = _left_alone(facts, info, repairing.context.clock)
+            if why:
+                repairing.skipped.append((attempt, why))
+                return
+            found = await good_manifest(tiers, info)
+            manifest = found[0] if found else None
+            index = await good_index(tiers, info, manifest) if manifest else None
+            for tier in tiers:
+                if tier.name in damaged and tier.name not in facts.dropped:
+                    await _repair_copy(repairing, info, tier, records, manifest, index, damaged[tier.name])
+    except NotFoundError as error:  # deleted meanwhile
+        repairing.skipped.append((attempt, error.message))
+    except TierStoreError as error:
+        for name in damaged:
+            repairing.take(Unmended(attempt=attempt, tier=name, file="", reason=error.message, exit_code=error.exit_code))
+
+
+def _left_alone(facts: LogFacts, info: CheckpointInfo, clock: Clock) -> str:
+    """Why a checkpoint is not repaired; empty where it is."""
+    if not facts.committed or info.authority_lost:
+        return "the authority has lost its log: run `tierstore recover` first"
+    if facts.swept:
+        return "it was deleted"
+    if facts.expired is not None and facts.expired.not_before <= clock.now():
+        return "it has expired, and its time has come; `tierstore undelete` takes it back"
+    return ""
+
+
+async def _repair_copy(
+    repairing: _Repairing,
+    info: CheckpointInfo,
+    tier: Tier,
+    records: Sequence[Record],
+    manifest: Manifest | None,
+    index: Index | None,
+    findings: Sequence[Finding],
+) -> None:
+    """Everything of one checkpoint on one tier; the manifest after all that it names, then the log's copies, then the record."""
+    attempt, context, dry_run = info.attempt, repairing.context, repairing.dry_run
+    others = [s.tier for s in sources_of(repairing.tiers, info) if s.tier.name != tier.name]
+    wanted = {f.file: f for f in findings if f.file and f.code in (*_WRITTEN, *_PROVED)}
+    whole = any(f.code == "V113" for f in findings)
+    results: list[Mended | Unmended] = []
+    if manifest is None:
+        if wanted or whole:
+            results.append(Unmended(attempt=attempt, tier=tier.name, file=MANIFEST, reason="no tier has the manifest of this checkpoint"))
+    else:
+        share = 0 < len(info.receipts.get(tier.name, ())) < info.world_size and tier.scope == "node"
+        chosen = [f for f in manifest.files if f.name in wanted or (whole and (not share or _of_ranks(f.name, info, tier)))]
+
+        async def shard(name: str) -> Mended | Unmended:
+            if index is None:
+                return Unmended(attempt=attempt, tier=tier.name, file=name, reason="no tier has the index that has its blocks' digests")
+            about = [f for f in findings if f.file == name]
+            bad = {b for f in about for b in f.blocks}
+            entry = index.file(name)
+            if about and all(f.code in _PROVED for f in about):
+                looking = Looking(work=repairing.work, tier=tier.name, info=info)
+                async with repairing.work.in_flight:
+                    await read_blocks(looking, attempt, tier, entry, index.block_nbytes, whole=True)
+                bad = {b for f in looking.findings for b in f.blocks}
+                if name in looking.proved:
+                    return Mended(attempt=attempt, tier=tier.name, file=name)
+            return await mend_shard(context, attempt, tier, others, entry, index, bad=bad, dry_run=dry_run)
+
+        async def document(name: str, proof: Proof) -> Mended | Unmended:
+            return await mend_document(context, attempt, tier, others, name, proof, dry_run=dry_run)
+
+        results += await together(shard, [f.name for f in chosen if f.kind == "shard"])
+        for kind in ("part", "objects", "index"):
+            for file in (f for f in chosen if f.kind == kind):
+                results.append(await document(file.name, Proof(digest=file.digest, block_nbytes=manifest.block_nbytes)))
+        if MANIFEST in wanted or (whole and not share):
+            results.append(await document(MANIFEST, Proof(digest=info.manifest_digest)))
+    taken = [repairing.take(result) for result in results]
+    good = all(taken)
+    if good and (any(f.code == "V114" for f in findings) or (whole and not share and not repairing.tiers.is_authority(tier))):
+        good = repairing.take(await mend_log_copies(repairing.tiers, attempt, tier, records, dry_run=dry_run))
+    if good and not dry_run and manifest is not None:
+        try:
+            await _record(repairing, info, tier, records, manifest, results)
+        except TierStoreError as error:
+            repairing.take(Unmended(attempt=attempt, tier=tier.name, file="", reason=error.message, exit_code=error.exit_code))
+
+
+def _of_ranks(name: str, info: CheckpointInfo, tier: Tier) -> bool:
+    found = parse_file_name(name)
+    return found is not None and found[1] in info.receipts.get(tier.name, ())
+
+
+async def _record(
+    repairing: _Repairing,
+    info: CheckpointInfo,
+    tier: Tier,
+    records: Sequence[Record],
+    manifest: Manifest,
+    results: Sequence[Mended | Unmended],
+) -> None:
+    """Records the copy as good, with what the server says of each file now: only where the log says anything else."""
+    facts, attempt = fold(records), info.attempt
+    changed = bool(results) and not tier.storage.capabilities.local
+    if not (facts.quarantined_on(tier.name) or changed) or _many_disks(tier, info):
+        return
+    known = {r.file: r.info for r in results if isinstance(r, Mended) and r.info is not None}
+
+    async def said(name: str) -> tuple[str, dict[str, object]]:
+        now = known.get(name) or await tier.storage.stat(attempt.path(name))
+        return name, {"nbytes": now.nbytes, "etag": now.etag, "checksum": now.checksum}
+
+    files = dict(await together(said, sorted([*(f.name for f in manifest.files), MANIFEST])))
+
+    def still(now: Sequence[Record]) -> bool:
+        state = fold(now)
+        since = any(r.kind in ("evicting", "evicted", "quarantined") and r.data.get("tier") == tier.name for r in now[len(records) :])
+        return not (since or _left_alone(state, info, repairing.context.clock))
+
+    data = {"tier": tier.name, "files": files, "repaired": sorted(r.file for r in results if isinstance(r, Mended) and r.nbytes_written)}
+    try:
+        storage = repairing.tiers.authority.storage
+        await append(storage, attempt, "replicated", data, clock=repairing.context.clock, allow=still)
+    except RefusedError:
+        log.info("tier=%s checkpoint=%s was decided about while it was repaired", tier.name, attempt.folder)
+        return
+    repairing.proved.append((attempt, tier.name))
+
+
+def _many_disks(tier: Tier, info: CheckpointInfo) -> bool:
+    """Whether the tier's name stands for as many disks as there are nodes: what is true of one says nothing of the others."""
+    return tier.scope == "node" and info.world_size > 1
