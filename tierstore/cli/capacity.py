@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from tierstore.cli.options import Cli
-from tierstore.cli.render import plain_table
+from tierstore.cli.render import plain_table, wrapped
 from tierstore.config import RetentionConfig
 from tierstore.tiers.space import SAVE_RESERVE_NBYTES
 from tierstore.tiers.tier import Tier
@@ -61,7 +61,8 @@ def df(cli: Cli) -> int:
         )
     cli.terminal.show(table)
     if any(u.nbytes is not None and _limits(t, u, policy)[1] for t in chosen for u in [usages[t.name]]):
-        cli.terminal.show("over a limit: `tierstore plan` says what can go, `tierstore gc` makes room, `tierstore du` says what takes it")
+        hint = "over a limit: `tierstore plan` says what can go, `tierstore gc` makes room, `tierstore du` says what takes it"
+        cli.terminal.show(wrapped(hint))
     return 0
 
 

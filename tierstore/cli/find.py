@@ -14,7 +14,7 @@ from tierstore.tiers.catalog import Catalog, CheckpointInfo, runs, scan
 from tierstore.tiers.session import Session
 from tierstore.units import format_some
 
-__all__ = ["Found", "find_attempts", "find_checkpoint", "find_checkpoints", "metric_modes", "scan_run", "the_run"]
+__all__ = ["Found", "chosen_runs", "find_attempts", "find_checkpoint", "find_checkpoints", "metric_modes", "scan_run", "the_run"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,15 @@ def find_checkpoint(session: Session, reference: str) -> tuple[Catalog, Checkpoi
     found = _find_all(session, [reference], gone=False)[0]
     assert found.info is not None  # only what is gone has none
     return found.catalog, found.info
+
+
+def chosen_runs(session: Session, *, all_runs: bool) -> list[str]:
+    """The runs that a verb works on: all of the store, else the one that is meant.
+
+    Raises:
+        UsageError, NotFoundError: As `the_run`.
+    """
+    return session.run(runs(session.tiers)) if all_runs else [the_run(session)]
 
 
 def find_checkpoints(session: Session, references: Sequence[str]) -> list[CheckpointInfo]:

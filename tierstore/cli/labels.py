@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Annotated
 
@@ -13,6 +13,7 @@ from tierstore.cli.options import Cli
 from tierstore.clock import utc_text
 from tierstore.errors import PartialError, TierStoreError, UsageError
 from tierstore.format.record import Record
+from tierstore.names import Attempt
 from tierstore.tiers import decisions
 from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.tier import Tiers
@@ -40,7 +41,7 @@ def pin(
         cli,
         refs,
         f"pinned {name!r}",
-        lambda tiers, info: decisions.pin(tiers, info.attempt, name, clock=cli.clock, reason=reason),
+        lambda tiers, attempt: decisions.pin(tiers, attempt, name, clock=cli.clock, reason=reason),
     )
 
 
@@ -51,20 +52,20 @@ def unpin(
 ) -> int:
     """Take a pin off. Nothing is deleted now: from here on the rules decide."""
     return _on_each(
-        cli, refs, f"not pinned {name!r} any more", lambda tiers, info: decisions.unpin(tiers, info.attempt, name, clock=cli.clock)
+        cli, refs, f"not pinned {name!r} any more", lambda tiers, attempt: decisions.unpin(tiers, attempt, name, clock=cli.clock)
     )
 
 
 def tag(cli: Cli, ref: _Ref, tags: _Tags) -> int:
     """Tag a checkpoint: REF@tag:TAG names it then, and rules can keep it. An expired one comes back."""
     told = f"tagged {format_some(tags, 8)}"
-    return _on_each(cli, [ref], told, lambda tiers, info: decisions.tag(tiers, info.attempt, tags, clock=cli.clock))
+    return _on_each(cli, [ref], told, lambda tiers, attempt: decisions.tag(tiers, attempt, tags, clock=cli.clock))
 
 
 def untag(cli: Cli, ref: _Ref, tags: _Tags) -> int:
     """Take tags off a checkpoint. Nothing is deleted now: from here on the rules decide."""
     told = f"not tagged {format_some(tags, 8)} any more"
-    return _on_each(cli, [ref], told, lambda tiers, info: decisions.untag(tiers, info.attempt, tags, clock=cli.clock))
+    return _on_each(cli, [ref], told, lambda tiers, attempt: decisions.untag(tiers, attempt, tags, clock=cli.clock))
 
 
 def hold(
@@ -83,7 +84,7 @@ def hold(
         cli,
         refs,
         told,
-        lambda tiers, info: decisions.hold(tiers, info.attempt, name, reason=reason, until=until, clock=cli.clock),
+        lambda tiers, attempt: decisions.hold(tiers, attempt, name, reason=reason, until=until, clock=cli.clock),
     )
 
 
@@ -94,7 +95,7 @@ def release(
 ) -> int:
     """End a hold. Nothing is deleted now: from here on the rules decide."""
     return _on_each(
-        cli, refs, f"not held {name!r} any more", lambda tiers, info: decisions.release(tiers, info.attempt, name, clock=cli.clock)
+        cli, refs, f"not held {name!r} any more", lambda tiers, attempt: decisions.release(tiers, attempt, name, clock=cli.clock)
     )
 
 
@@ -106,7 +107,7 @@ def metrics(
     """Add metrics that are known only now, such as an evaluation's; later values replace earlier ones."""
     found = dict(map(_metric, values))
     told = "has " + " ".join(f"{name}={value:g}" for name, value in found.items())
-    return _on_each(cli, [ref], told, lambda tiers, info: decisions.set_metrics(tiers, info.attempt, found, clock=cli.clock))
+    return _on_each(cli, [ref], told, lambda tiers, attempt: decisions.set_metrics(tiers, attempt, found, clock=cli.clock))
 
 
 def _metric(text: str) -> tuple[str, float]:
@@ -121,23 +122,23 @@ def _no_metric(text: str) -> tuple[str, float]:
     raise UsageError(f"{text!r} is no NAME=VALUE", hint="write e.g. val/loss=1.83")
 
 
-def _on_each(cli: Cli, refs: Sequence[str], told: str, act: Callable[[Tiers, CheckpointInfo], Awaitable[Record | None]]) -> int:
+def _on_each(cli: Cli, refs: Sequence[str], told: str, act: Callable[[Tiers, Attempt], Awaitable[Record | None]]) -> int:
     cli.refuse_names("decisions are about all tiers")
     with cli.session() as session:
-        infos = find_checkpoints(session, refs)
+        infos = {info.attempt: info for info in find_checkpoints(session, refs)}
 
-        async def one(info: CheckpointInfo) -> Record | None:
-            return await act(session.tiers, info)
+        async def one(attempt: Attempt) -> Record | None:
+            return await act(session.tiers, attempt)
 
-        return decide(cli, infos, told, lambda info: session.run(one(info)))
+        return decide(cli, infos, told, lambda attempt: session.run(one(attempt)))
 
 
-def decide(cli: Cli, infos: Sequence[CheckpointInfo], told: str, act: Callable[[CheckpointInfo], Record | None]) -> int:
+def decide(cli: Cli, targets: Mapping[Attempt, CheckpointInfo | None], told: str, act: Callable[[Attempt], Record | None]) -> int:
     """Appends one decision about each checkpoint and tells it; with ``-n`` only tells.
 
     Args:
         cli: The command line.
-        infos: The checkpoints.
+        targets: The checkpoints; None: the catalog has it no more, and the log will say why.
         told: What each is afterwards: ``pinned 'pin'``.
         act: Appends the record; the old one, or None, where it was so already.
 
@@ -146,27 +147,28 @@ def decide(cli: Cli, infos: Sequence[CheckpointInfo], told: str, act: Callable[[
         TierStoreError: It failed for all: the first failure.
     """
     failures: list[TierStoreError] = []
-    for info in infos:
-        name = f"{info.run}@{info.step}"
-        value = {"type": "decision", "run": info.run, "step": info.step, "save_id": info.attempt.save_id, "told": told}
+    for attempt, info in targets.items():
+        name = f"{attempt.run}@{attempt.step}"
+        value = {"type": "decision", "run": attempt.run, "step": attempt.step, "save_id": attempt.save_id, "told": told}
         if cli.options.dry_run:
             cli.terminal.emit({**value, "state": "planned"})
             cli.terminal.show(f"{name} would be: {told}")
             continue
         try:
-            record = act(info)
+            record = act(attempt)
         except TierStoreError as error:
             failures.append(error)
-            if len(infos) > 1:
+            if len(targets) > 1:
                 cli.terminal.complain(error)
             continue
-        news = record is not None and (not info.records or record.seq > info.records[-1].seq)
-        cli.terminal.emit({**value, "state": "done" if news else "already", "seq": record.seq if record else None})
-        back = ", and taken back: it was expired" if news and record and info.hidden and record.kind in ("pinned", "tagged", "held") else ""
-        cli.terminal.show(f"{name} {told}{back}" if news else f"{name} {told}: it was so already")
-    if failures and len(failures) < len(infos):
+        cli.terminal.emit({**value, "state": "done" if record else "already", "seq": record.seq if record else None})
+        returns = record is not None and record.kind in ("pinned", "tagged", "held") and info is not None and info.hidden
+        back = ", and taken back: it was expired" if returns else ""
+        cli.terminal.show(f"{name} {told}{back}" if record else f"{name} {told}: it was so already")
+    if failures and len(failures) < len(targets):
+        done = len(targets) - len(failures)
         raise PartialError(
-            f"{told}: {len(infos) - len(failures)} of {len(infos)} checkpoints; {len(failures)} failed, the first: {failures[0].message}",
+            f"{told}: {done} of {len(targets)} checkpoints; {len(failures)} failed, the first: {failures[0].message}",
             hint=failures[0].hint or "run the command again: what is done stays done",
         )
     if failures:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tierstore import __version__
-from tierstore.cli import adopt, capacity, check, compare, doctor, export, labels, look, recover, usage, work
+from tierstore.cli import adopt, capacity, check, compare, doctor, explain, export, freeing, labels, look, recover, retain, usage, work
 from tierstore.cli.options import Cli, remember, verb
 
 __all__ = ["app", "main"]
@@ -69,6 +69,12 @@ for _function in (
     work.sync,
     work.status,
     recover.recover,
+    retain.plan,
+    retain.prune,
+    retain.undelete,
+    freeing.gc,
+    freeing.evict,
+    explain.explain,
     labels.pin,
     labels.unpin,
     labels.tag,

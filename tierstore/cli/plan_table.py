@@ -104,10 +104,11 @@ def why(entry: PlanEntry, now: datetime) -> str:
     going = [drop for drop in entry.drops if not drop.blocked]
     if not (going and entry.action == "keep"):
         words = [reason.text for reason in entry.reasons]
-    for drop in going:
-        copies = plural(len(drop.copies), "verified durable copy")
-        words += [drop.reason.text, f"{copies} elsewhere"]
-    words += [f"{drop.tier}: {drop.reason.text}, but it stays: {drop.blocked}" for drop in entry.drops if drop.blocked]
+    for drop in going if entry.stays else ():
+        words += [drop.reason.text, f"{plural(len(drop.copies), 'verified durable copy')} elsewhere"]
+    if going and not entry.stays:
+        words.append(f"leaves {' and '.join(drop.tier for drop in going)} with the next gc")
+    words += [f"{drop.tier}: {drop.reason.text}, but it stays: {drop.blocked}" for drop in entry.drops if drop.blocked and entry.stays]
     if entry.action == "expire" and entry.not_before:
         words.append(f"undelete until {when_text(entry.not_before, now)}")
     if entry.action == "expired" and entry.not_before:

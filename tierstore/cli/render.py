@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -27,6 +28,7 @@ __all__ = [
     "incomplete_value",
     "plain_table",
     "tiers_text",
+    "wrapped",
 ]
 
 TIER_MARKS: Mapping[ReplicaState | str, tuple[str, str, str]] = {
@@ -38,6 +40,11 @@ TIER_MARKS: Mapping[ReplicaState | str, tuple[str, str, str]] = {
     "quarantined": ("!", "bold red", "found damaged"),
 }
 """How a tier's name is marked in a table: prefix, style, and what the prefix means."""
+
+
+def wrapped(text: str | Text) -> Group:
+    """Text that is wrapped between words at the terminal's width: for sentences, not for what is copied."""
+    return Group(text if isinstance(text, Text) else Text(text))
 
 
 def plain_table(*columns: str | tuple[str, str], fold: Sequence[str] = ()) -> Table:

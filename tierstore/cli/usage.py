@@ -10,7 +10,7 @@ from rich.text import Text
 
 from tierstore.cli.find import find_checkpoints, scan_run
 from tierstore.cli.options import Cli
-from tierstore.cli.render import age_text, plain_table
+from tierstore.cli.render import age_text, plain_table, wrapped
 from tierstore.clock import utc_text
 from tierstore.names import Attempt, save_id_time
 from tierstore.tiers.catalog import Catalog, runs
@@ -95,7 +95,7 @@ def _tell_run(cli: Cli, catalog: Catalog, usage: RunUsage, tiers: Sequence[str])
         at = age_text(known.get(attempt, save_id_time(attempt.save_id)), now)
         rows.append(((str(attempt.step), at, "" if state == "committed" else _LEFT.get(state, state)), attempts[attempt]))
     if None in attempts:
-        rows.append((("-", "-", "of no checkpoint"), attempts[None]))
+        rows.append((("-", "-", "audit and other"), attempts[None]))
     kinds = usage.by_kind()
     names = [name for name in tiers if name not in usage.unreachable]
     cli.terminal.show(Text.assemble("run ", (catalog.run, "bold")))
@@ -128,11 +128,10 @@ def _tell_what_goes(cli: Cli, catalog: Catalog, usage: RunUsage, total: Mapping[
     if expired:
         first = min(info.expired.not_before for info in expired if info.expired is not None)
         when = "now" if first <= cli.clock.now() else f"from {utc_text(first)[:16]}Z"
-        cli.terminal.show(
-            Text(f"{len(expired)} expired: `tierstore gc` frees {told_sizes(freed)}, {when}; `tierstore undelete` takes them back")
-        )
+        back = "`tierstore undelete` takes them back"
+        cli.terminal.show(wrapped(f"{len(expired)} expired: `tierstore gc` frees {told_sizes(freed)}, {when}; {back}"))
     if leftovers:
-        cli.terminal.show(Text(f"leftovers of {len(leftovers)} that are no checkpoints: `tierstore gc` frees {told_sizes(left)}"))
+        cli.terminal.show(wrapped(f"leftovers of {len(leftovers)} that are no checkpoints: `tierstore gc` frees {told_sizes(left)}"))
 
 
 def _states(catalog: Catalog) -> dict[Attempt, str]:
