@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -204,7 +205,7 @@ def _entry(
 
 
 def _incomplete(item: IncompleteAttempt, policy: RetentionConfig, protected: Mapping[Attempt, Reason]) -> PlanIncomplete:
-    """An attempt that is open becomes an orphan; one that is condemned, unreadable or spoken for does not."""
+    """An attempt that is open becomes an orphan; one that is condemned, unreadable, spoken for or complete does not."""
     missing, why = item.missing, protected.get(item.attempt)
     orphan_at: datetime | None = None
     if item.unreadable:
@@ -213,15 +214,12 @@ def _incomplete(item: IncompleteAttempt, policy: RetentionConfig, protected: Map
         note = f"condemned: {item.condemned}"
     elif why is not None:
         note = why.text
+    elif missing == ():
+        note = "all parts are there: `tierstore recover` finishes it"
     else:
-        try:
+        note = f"rank {format_some(missing, 5)} missing" if missing else "nothing tells how many ranks it has"
+        with contextlib.suppress(OverflowError):  # a save id of the year 9999
             orphan_at = save_id_time(item.attempt.save_id) + timedelta(seconds=policy.gc.orphan_grace_s)
-        except OverflowError:  # a save id of the year 9999
-            orphan_at = None
-        if missing:
-            note = f"rank {format_some(missing, 5)} missing"
-        else:
-            note = "all parts are there: `tierstore recover` finishes it" if missing is not None else "nothing tells how many ranks it has"
     return PlanIncomplete(attempt=item.attempt, missing=missing, orphan_at=orphan_at, note=note)
 
 

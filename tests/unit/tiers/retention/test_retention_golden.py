@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from retention_kit import GOLDEN, golden_plan, render
+from plan_kit import GOLDEN, golden_plan, render
 
 FILES = sorted(GOLDEN.glob("*.txt"))
 
