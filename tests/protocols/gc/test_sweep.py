@@ -1,0 +1,288 @@
+"""The point of no return and what follows it: readers, late writers, tiers that are down, other nodes, a second collector."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gc_kit import DAY, HOUR, World, condemned_log, policy_of, run, swept_log
+from tiers_kit import Hooked, persist_rank
+
+from tierstore.errors import NotFoundError, TemporaryError, TierStoreError
+from tierstore.names import Attempt
+from tierstore.storage.contract import Storage
+from tierstore.tiers.gc import housekeeping
+from tierstore.tiers.gc.collect import collect
+from tierstore.tiers.leases import LeaseWatch, hold_lease
+from tierstore.tiers.log import read_log
+from tierstore.tiers.replica import open_replica
+from tierstore.tiers.tier import Tier, Tiers
+
+
+async def last_seq(world: World, attempt: Attempt) -> int:
+    return (await read_log(world.tiers.authority.storage, attempt))[-1].seq
+
+
+def test_a_reader_that_came_before_is_waited_for_and_one_that_comes_after_is_told(tmp_path: Path) -> None:
+    async def work() -> None:
+        world = World(tmp_path)
+        old, _ = await world.save(1, 2)
+        await world.expire()
+        storage = world.tiers.authority.storage
+        create, lease = storage.create, hold_lease(world.tiers, old, ttl_s=600, clock=world.clock)
+
+        async def read_first(path: str, data: bytes) -> None:
+            if b'"swept"' in data:
+                await lease.__aenter__()
+            await create(path, data)
+
+        storage.create = read_first  # type: ignore[method-assign]
+        info = await world.info(old)
+        report = await world.collect()
+        assert report.freed == ()
+        assert [(a, "but read by" in why) for a, why in report.waiting] == [(old, True)]
+        replica = await open_replica(world.tiers, info)
+        assert await replica.objects()
+        with pytest.raises(NotFoundError, match="deleted"):
+            async with hold_lease(world.tiers, old, ttl_s=600, clock=world.clock):
+                pass
+        assert (await world.collect()).freed == ()  # swept long ago, and still read
+        await lease.__aexit__(None, None, None)
+        await world.collect()
+        assert world.left(old) == swept_log(old, await last_seq(world, old))
+
+    run(work())
+
+
+def test_a_dead_readers_lease_holds_for_one_ttl_of_one_observer(tmp_path: Path) -> None:
+    async def work() -> None:
+        world = World(tmp_path)
+        old, _ = await world.save(1, 2)
+        await world.expire()
+        storage = world.tiers.authority.storage
+        create = storage.create
+
+        async def die_reading(path: str, data: bytes) -> None:
+            if b'"swept"' in data:
+                lease = hold_lease(world.tiers, old, ttl_s=600, clock=world.clock)
+                await lease.beat()  # and is killed: nothing releases it
+            await create(path, data)
+
+        storage.create = die_reading  # type: ignore[method-assign]
+        assert (await world.collect()).freed == ()
+        world.clock.advance(10 * DAY)
+        assert (await collect(world.h(leases=LeaseWatch(world.clock)))).freed == ()  # a new observer has seen nothing yet
+        assert {f.tier for f in (await world.collect()).freed} == {"shared", "far"}  # this one has seen the same beat for days
+
+    run(work())
+
+
+def test_late_writers_into_swept_and_condemned_folders_are_emptied_again(tmp_path: Path) -> None:
+    async def work() -> None:
+        world = World(tmp_path)
+        old, _ = await world.save(1, 2, near=True)
+        await world.expire()
+        await world.collect()
+        seq = await last_seq(world, old)
+        for tier in world.tiers:
+            await persist_rank(world.tiers, old, tier)
+        report = await world.collect()
+        assert {f.tier for f in report.freed} == {"node", "shared", "far"}
+        assert world.left(old) == swept_log(old, seq)
+        assert (await world.catalog()).remains == {}
+
+    run(work())
+
+
+def test_a_tier_that_is_down_does_its_share_when_it_comes_back(tmp_path: Path) -> None:
+    async def work() -> None:
+        down = False
+
+        async def hook(operation: str, path: str) -> None:
+            if down:
+                raise TemporaryError("the endpoint is down", hint="wait")
+
+        world = World(tmp_path, wrap={"far": lambda storage: Hooked(storage, hook)})
+        old, _ = await world.save(1, 2)
+        await world.expire()
+        down = True
+        report = await world.collect()
+        assert {f.tier for f in report.freed} == {"shared"}
+        assert len(await read_log(world.tiers.authority.storage, old)) > 2  # its log is not trimmed yet
+        assert (await world.catalog()).remains == {old: ("shared",)}
+        down = False
+        assert (await world.catalog()).remains == {old: ("shared", "far")}
+        assert {f.tier for f in (await world.collect()).freed} == {"far"}
+        assert world.left(old) == swept_log(old, await last_seq(world, old))
+
+    run(work())
+
+
+def test_a_tier_that_fails_in_the_middle_is_reported_and_keeps_no_other_from_going(tmp_path: Path) -> None:
+    async def work() -> None:
+        broken = True
+
+        async def hook(operation: str, path: str) -> None:
+            if broken and operation == "delete":
+                raise TemporaryError("the endpoint is down", hint="wait")
+
+        world = World(tmp_path, wrap={"far": lambda storage: Hooked(storage, hook)})
+        old, _ = await world.save(1, 2)
+        await world.expire()
+        report = await world.collect()
+        assert {f.tier for f in report.freed} == {"shared"}
+        assert [(f.attempt, f.tier) for f in report.failed] == [(old, "far")]
+        assert report.exit_code == 3
+        broken = False
+        assert (await world.collect()).failed == ()
+        assert world.left(old) == swept_log(old, await last_seq(world, old))
+
+    run(work())
+
+
+def other_node(world: World, folder: Path) -> World:
+    """Another node of the same store: the shared tiers are the same, its own tier is another disk."""
+    other = World(folder, policy=world.policy, clock=world.clock)
+    own = other.tiers.nearest
+    tiers: tuple[Tier, ...] = (own, *world.tiers.tiers[1:])
+    other.tiers = Tiers(tiers=tiers, authority=world.tiers.authority, durable_at=world.tiers.durable_at, store_id="kit")
+    return other
+
+
+def test_each_node_empties_its_own_tier_also_when_the_log_is_trimmed(tmp_path: Path) -> None:
+    async def work() -> None:
+        world = World(tmp_path / "one")
+        old, _ = await world.save(1, 2, near=True)
+        other = other_node(world, tmp_path / "two")
+        await persist_rank(other.tiers, old, other.tiers.nearest)
+        await world.expire()
+        await collect(world.h(local=False))
+        assert world.left(old, ["node"])
+        assert world.left(old, ["shared", "far"]) == swept_log(old, await last_seq(world, old))
+        assert len(await read_log(world.tiers.authority.storage, old)) == 2
+        report = await collect(world.h(shared=False))
+        assert {f.tier for f in report.freed} == {"node"}
+        assert world.left(old, ["node"]) == {}
+        assert other.left(old, ["node"])
+        await collect(other.h(shared=False))
+        assert other.left(old, ["node"]) == {}
+
+    run(work())
+
+
+def test_two_collectors_at_once_do_no_harm(tmp_path: Path) -> None:
+    async def work() -> None:
+        world = World(tmp_path, policy=policy_of({"last": 2}, tiers={"shared": {"keep": [{"last": 1}]}}))
+        attempts = await world.save(1, 2, 3, 4, near=True)
+        world.clock.advance(2 * HOUR)
+        pruned = await asyncio.gather(world.prune(), world.prune())
+        assert {a for report in pruned for a in report.expired} == set(attempts[:2])
+        world.clock.advance(2 * DAY)
+        reports = await asyncio.gather(*(collect(world.h(leases=LeaseWatch(world.clock))) for _ in range(3)))
+        assert [f for report in reports for f in report.failed] == []
+        await world.collect()
+        assert await world.steps() == [3, 4]
+        assert (await world.info(attempts[2])).replicas == {"node": "complete", "far": "complete"}
+        for attempt in attempts[:2]:
+            assert world.left(attempt) == swept_log(attempt, await last_seq(world, attempt))
+        assert (await world.catalog()).remains == {}
+
+    run(work())
+
+
+def test_names_that_only_the_manifest_knows_go_by_the_swept_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        world = World(tmp_path)
+        old, _ = await world.save(1, 2)
+        await world.expire()
+        monkeypatch.setattr("tierstore.tiers.gc.standing.grammatical", lambda name: not name.startswith("shard"))
+        monkeypatch.setattr("tierstore.tiers.gc.deleting.grammatical", lambda name: not name.startswith("shard"))
+        monkeypatch.setattr("tierstore.tiers.gc.deleting.parse_file_name", lambda name: None)
+        report = await world.collect()
+        (swept,) = [r for r in await read_log(world.tiers.authority.storage, old) if r.kind == "swept"]
+        assert swept.data["files"] == ["shard-00000-of-00001.safetensors"]
+        assert (report.foreign, report.failed) == ((), ())
+        assert world.left(old) == swept_log(old, swept.seq)
+
+    run(work())
+
+
+def test_files_of_others_stay_and_are_named(tmp_path: Path) -> None:
+    async def work() -> None:
+        world = World(tmp_path)
+        old, _ = await world.save(1, 2)
+        await world.expire()
+        notes = tmp_path / "far" / old.folder / "notes" / "mine.txt"
+        notes.parent.mkdir()
+        notes.write_text("keep me")
+        log_note = tmp_path / "far" / old.log_folder / "why.md"
+        log_note.write_text("keep me too")
+        report = await world.collect()
+        assert set(report.foreign) == {f"far:{old.folder}/notes/mine.txt", f"far:{old.log_folder}/why.md"}
+        assert notes.exists()
+        assert log_note.exists()
+        assert world.left(old, ["shared"]) == swept_log(old, await last_seq(world, old))
+        assert sorted(world.files("far", old)) == [f".log/{old.name}/why.md", f"{old.name}/notes", f"{old.name}/notes/mine.txt"]
+        assert set((await world.collect()).foreign) == set(report.foreign)
+
+    run(work())
+
+
+def test_the_newest_is_never_swept_whatever_a_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        world = World(tmp_path)
+        await world.save(1, 2)
+        await world.expire()
+        planned = housekeeping.plan_of
+
+        def all_go(*args: Any) -> Any:
+            plan = planned(*args)
+            return replace(plan, entries=tuple(replace(entry, action="sweep") for entry in plan.entries))
+
+        monkeypatch.setattr("tierstore.tiers.gc.collect.plan_of", all_go)
+        await world.collect()
+        assert await world.steps() == [2]
+
+    run(work())
+
+
+def test_an_empty_folder_that_an_interrupted_deletion_left_goes_too(tmp_path: Path) -> None:
+    async def work() -> None:
+        world = World(tmp_path)
+        old, _ = await world.save(1, 2)
+        await world.expire()
+        await world.collect()
+        (tmp_path / "far" / old.folder).mkdir()
+        assert old in (await world.catalog()).remains
+        await world.collect()
+        assert (await world.catalog()).remains == {}
+        assert condemned_log(old)["shared"][0] in world.files("shared", old)
+
+    run(work())
+
+
+def failing_when(error: TierStoreError, when: Callable[[str, str], bool]) -> Callable[[Storage], Storage]:
+    async def hook(operation: str, path: str) -> None:
+        if when(operation, path):
+            raise error
+
+    return lambda storage: Hooked(storage, hook)
+
+
+def test_nothing_is_deleted_that_could_not_be_written_down(tmp_path: Path) -> None:
+    async def work() -> None:
+        error = TemporaryError("no more room for an audit file", hint="make room")
+        world = World(tmp_path, wrap={"shared": failing_when(error, lambda op, path: op == "put" and "/.audit/" in path)})
+        old, _ = await world.save(1, 2)
+        before = world.left(old, ["far"])
+        await world.expire()
+        report = await world.collect()
+        assert {(f.attempt, f.tier) for f in report.failed} == {(old, "shared"), (old, "far")}
+        assert report.freed == ()
+        assert world.left(old, ["far"]) == before
+
+    run(work())
