@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiers_kit import Hooked, SteppedClock, attempt_at, copy_to, flip, path_of, run, save, tiers_in
+from tiers_kit import Hooked, SteppedClock, attempt_at, copy_to, flip, path_of, persist_rank, run, save, tiers_in
 
 from tierstore.clock import utc_text
 from tierstore.errors import IntegrityError, NotFoundError, RefusedError, UsageError
@@ -20,7 +20,7 @@ from tierstore.tiers.catalog import CheckpointInfo, RecordCache, scan
 from tierstore.tiers.copies import sources_of as copy_sources
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.log import append, decide_fate, read_log
-from tierstore.tiers.promote import pending, promote
+from tierstore.tiers.promote import pending, promote, reconcile
 from tierstore.tiers.recover import recover
 from tierstore.tiers.sources import sources_of
 from tierstore.tiers.tier import Tiers
@@ -300,21 +300,22 @@ def test_a_node_s_marker_says_that_its_copy_is_not_wanted_there(tmp_path: Path) 
 
 
 def test_a_copy_dropped_from_a_node_is_not_made_again_and_carries_nothing_further(tmp_path: Path) -> None:
-    tiers = tiers_in(tmp_path, ("memory", "nvme", "shared"))
-    nodes = [tiers.get("memory"), tiers.get("nvme")]
-    tiers = Tiers(tiers=tiers.tiers, authority=tiers.get("shared"), durable_at=tiers.get("shared"), store_id="kit")
-    attempt = run(save(tiers, 3))
-    for tier in nodes:
-        run(copy_to(tiers, attempt, tier.name))
-        run(tier.storage.put(attempt.receipt_path(0), b"{}"))
-    run(nodes[1].storage.delete([attempt.receipt_path(0), *(f.path for f in run(nodes[1].storage.list(attempt.folder)))]))
+    made = tiers_in(tmp_path, ("memory", "nvme", "shared"))
+    memory, nvme, shared = made
+    tiers = Tiers(tiers=made.tiers, authority=shared, durable_at=shared, store_id="kit")
+    attempt = attempt_at(3)
+    run(persist_rank(tiers, attempt, memory))
+    assert run(reconcile(tiers, "run", clock=CLOCK)).ok
+    assert seen(tiers, attempt).complete_on == ("memory", "nvme", "shared")
+    for folder in (attempt.folder, attempt.log_folder):
+        run(nvme.storage.delete([f.path for f in run(nvme.storage.list(folder))]))
     assert [c.tier for c in pending(run(scan(tiers, "run")), tiers)] == ["nvme"]
-    run(nodes[0].storage.put(attempt.evicted_path, b"{}"))
-    assert pending(run(scan(tiers, "run")), tiers) == []
-    run(nodes[1].storage.put(attempt.evicted_path, b"{}"))
-    for tier in nodes:
-        assert run(promote(tiers, attempt, tier, clock=CLOCK)).done
-    assert run(nodes[1].storage.list(attempt.folder)) == []
+    for dropped, other in ((nvme, memory), (memory, nvme)):
+        run(other.storage.delete([attempt.evicted_path]))
+        run(dropped.storage.put(attempt.evicted_path, b"{}"))
+        assert pending(run(scan(tiers, "run")), tiers) == []
+        assert run(promote(tiers, attempt, nvme, clock=CLOCK)).done
+        assert run(nvme.storage.list(attempt.folder)) == []
 
 
 def test_a_checkpoint_dropped_from_the_authority_is_read_from_elsewhere_and_copied_from_there(tmp_path: Path) -> None:
