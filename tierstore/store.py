@@ -37,7 +37,6 @@ from tierstore.tiers.catalog import Catalog, CheckpointInfo, RecordCache, scan
 from tierstore.tiers.exit_hook import ExitHook
 from tierstore.tiers.locks import lock_path
 from tierstore.tiers.log import decide_fate
-from tierstore.tiers.replica import Replica, open_replica
 from tierstore.tiers.session import Session
 from tierstore.tiers.status import Status
 from tierstore.tiers.ticket import Ticket
@@ -416,12 +415,21 @@ class Store:
     def open_checkpoint(self, which: Which = "latest") -> Checkpoint:
         """Opens a checkpoint for reading single tensors and slices: ``ckpt["model.w"][128:256]`` reads those rows only.
 
+        It holds a lease, so that no collector deletes it, until it is closed or nothing refers to it and its tensors any more.
+
         Raises:
             NotFoundError: No such run, step or tag; nearest names are suggested.
         """
-        replica = self._replica(self._resolve(which))
-        note = f"step {replica.info.step} of run {replica.info.run!r}"
-        return Checkpoint(replica, self._session.run, codecs=self._codecs, rank=self.rank, world_size=self.world_size, note=note)
+        replica = self._session.open_replica(self._resolve(which))
+        return Checkpoint(
+            replica,
+            self._session.run,
+            codecs=self._codecs,
+            rank=self.rank,
+            world_size=self.world_size,
+            note=f"step {replica.info.step} of run {replica.info.run!r}",
+            on_close=replica.let_go,
+        )
 
     # ---- loading
 
@@ -460,7 +468,8 @@ class Store:
         where a newer checkpoint's commit record is unreadable on every tier, or a newer attempt is staged whole and can't be committed:
         to begin from an older one, or anew, is not a guess to make.
 
-        In a store of several ranks all of them make this call, and all get the same step, whatever each of them sees.
+        In a store of several ranks all of them make this call, and all get the same step, whatever each of them sees. What was loaded is
+        not deleted before a save of this store is durable.
 
         Raises:
             IntegrityError: The newest checkpoint can't be loaded (with ``fallback=True``: none of them can).
@@ -474,7 +483,7 @@ class Store:
                 self.run,
                 adopt=self._worker.adopt,
                 look=self._catalog,
-                load=lambda find, what: self._load(find, into, options, what),
+                load=lambda find, what: self._load(find, into, options, what, go_on=True),
                 node_tier=str(lock_path(self._session.tiers, self.run) or ""),
                 shared=self._shared_tiers(),
                 fallback=fallback,
@@ -507,8 +516,8 @@ class Store:
             IntegrityError: No tier has a good copy of something; what was written is removed.
         """
         check_outside(to, {tier.name: tier.uri for tier in self.config.tiers})
-        checkpoint = self.open_checkpoint(which)
-        return checkpoint.export(to, options, storage_options=storage_options, progress=progress, dry_run=dry_run)
+        with self.open_checkpoint(which) as checkpoint:
+            return checkpoint.export(to, options, storage_options=storage_options, progress=progress, dry_run=dry_run)
 
     # ---- background work
 
@@ -614,31 +623,32 @@ class Store:
             reference = Reference(run="", selector="step", step=check_step(which))
         return self._catalog(reference.run or None).resolve(reference)
 
-    def _replica(self, info: CheckpointInfo, *, objects: bool = False) -> Replica:
-        return self._session.run(open_replica(self._session.tiers, info, run=self._session.run, objects=objects))
-
-    def _load(self, find: Callable[[], CheckpointInfo], into: Any, options: LoadOptions | None, what: str) -> tuple[CheckpointInfo, Any]:
-        """Finds, opens and loads a checkpoint, together with the other ranks."""
-
-        def opened() -> tuple[CheckpointInfo, Replica]:
-            info = find()
-            return info, self._replica(info, objects=True)
-
+    def _load(
+        self, find: Callable[[], CheckpointInfo], into: Any, options: LoadOptions | None, what: str, *, go_on: bool = False
+    ) -> tuple[CheckpointInfo, Any]:
+        """Finds, opens and loads a checkpoint, together with the other ranks. With `go_on` training goes on from it: its lease stays."""
         ranks = self.agreement
-        info, replica = jointly(ranks, f"{what}: opening it", opened).result
-        state = load_state(
-            replica,
-            self._session.run,
-            into=into,
-            options=options,
-            rank=self.rank,
-            world_size=self.world_size,
-            codecs=self._codecs,
-            ranks=ranks,
-            what=what,
-            exchange_nbytes=self.config.io.max_scratch,
-        )
-        return info, state
+        replica = jointly(ranks, f"{what}: opening it", lambda: self._session.open_replica(find(), objects=True)).result
+        try:
+            state = load_state(
+                replica,
+                self._session.run,
+                into=into,
+                options=options,
+                rank=self.rank,
+                world_size=self.world_size,
+                codecs=self._codecs,
+                ranks=ranks,
+                what=what,
+                exchange_nbytes=self.config.io.max_scratch,
+            )
+        except BaseException:
+            replica.let_go()
+            raise
+        if go_on:
+            self._worker.resumed_from(replica.info.attempt, replica.take_lease())
+        replica.let_go()
+        return replica.info, state
 
     def _shared_tiers(self) -> list[str]:
         return [tier.name for tier in self._session.tiers if tier.scope == "shared"]

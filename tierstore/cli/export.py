@@ -14,7 +14,6 @@ from tierstore.cli.options import Cli, storage_options
 from tierstore.cli.progress import one_bar
 from tierstore.cli.render import plain_table
 from tierstore.config_uris import check_outside
-from tierstore.tiers.replica import open_replica
 from tierstore.units import format_size
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def _opened(cli: Cli, ref: str, foreign: dict[str, Any] | None) -> Iterator[tupl
         return
     with cli.session() as session:
         _, info = find_checkpoint(session, ref)
-        replica = session.run(open_replica(session.tiers, info, run=session.run))
+        replica = session.open_replica(info)
         yield Checkpoint(replica, session.run), f"{info.run}@{info.step}"
 
 

@@ -1,4 +1,4 @@
-"""The verbs that look: ``ls``, ``show``, ``tensors``, ``cat``. None of them writes anything, and none needs torch."""
+"""The verbs that look: ``ls``, ``show``, ``tensors``, ``cat``. None of them writes anything but a lease, and none needs torch."""
 
 from __future__ import annotations
 
@@ -247,7 +247,8 @@ def cat(
     if not file.endswith(".json") and sys.stdout.isatty():
         raise UsageError(f"{file} is binary, and stdout is a terminal", hint=f"write it into a file: tierstore cat {ref} {file} > {file}")
     with cli.session() as session:
-        replica = _open(session, ref)
+        _, info = find_checkpoint(session, ref)
+        replica = session.open_replica(info)  # it may take long: under a lease
         carried = companions_in(replica.manifest.facts)
         names = [MANIFEST, *carried, *(f.name for f in replica.manifest.files)]
         if file not in names:

@@ -36,7 +36,7 @@ from tierstore.state.rank_trees import RankTrees
 from tierstore.state.reading import Fill, fill_all
 from tierstore.tier_uri import is_tier_uri
 from tierstore.tiers.catalog import scan
-from tierstore.tiers.replica import Replica, open_replica
+from tierstore.tiers.replica import Replica
 from tierstore.tiers.session import Session
 from tierstore.units import format_some
 
@@ -117,6 +117,7 @@ class TierStorageReader(StorageReader):
             before, self._place = self._place, moved(self._place, checkpoint_id)
             if before is not None and before.config != self._place.config:
                 self.close()
+        self._let_go()
         self._replica = self._contents = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -156,6 +157,8 @@ class TierStorageReader(StorageReader):
             future.set_exception(error)
         else:
             future.set_result(None)
+        finally:
+            self._let_go()
         done: Future[None] = future
         return done
 
@@ -173,6 +176,11 @@ class TierStorageReader(StorageReader):
 
     # ---- inside
 
+    def _let_go(self) -> None:
+        """Ends the lease that kept the checkpoint from being deleted: a reader may live as long as its training."""
+        if self._replica is not None:
+            self._replica.let_go()
+
     def _open(self) -> Replica:
         if self._place is None:
             raise UsageError("the reader knows no checkpoint", hint="pass checkpoint_id='tier:///RUN/step-N', or TierStorageReader(…)")
@@ -182,7 +190,7 @@ class TierStorageReader(StorageReader):
         if self._replica is None:
             wanted = self._place.reference or Reference(run="", selector="latest")
             catalog = self._session.run(scan(self._session.tiers, self._place.run))
-            self._replica = self._session.run(open_replica(self._session.tiers, catalog.resolve(wanted), run=self._session.run))
+            self._replica = self._session.open_replica(catalog.resolve(wanted))
         return self._replica
 
     def _run(self) -> Any:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tierstore.clock import Clock
-from tierstore.errors import RefusedError, SaveError, TierStoreError
+from tierstore.config_retention import RetentionConfig
+from tierstore.errors import RefusedError, SaveError, TierFullError, TierStoreError
 from tierstore.names import Attempt
 from tierstore.storage.contract import Source
 from tierstore.storage.sources import ThrottledSource
@@ -16,20 +17,27 @@ from tierstore.storage.tasks import end_all
 from tierstore.tiers.catalog import RecordCache, scan
 from tierstore.tiers.commit import condemned_error
 from tierstore.tiers.copying import CopyContext
+from tierstore.tiers.gc.collect import tend
+from tierstore.tiers.gc.housekeeping import Housekeeping
 from tierstore.tiers.jobs import PendingCopy, WorkerOptions
 from tierstore.tiers.lanes import Entry, Lane
+from tierstore.tiers.leases import LeaseWatch
 from tierstore.tiers.leftovers import sweep_leftovers
 from tierstore.tiers.locks import RunLock
 from tierstore.tiers.log import decide_fate
 from tierstore.tiers.persist import persist
 from tierstore.tiers.promote import pending
+from tierstore.tiers.resume_source import ResumeSource
+from tierstore.tiers.retention import Reason
 from tierstore.tiers.retry import Backoff, Verdict, judge
 from tierstore.tiers.saves import Save, SaveQueue, closed_before_written, save_error
+from tierstore.tiers.tending import Tending
 from tierstore.tiers.tier import Tier, Tiers, ensure_tier
 from tierstore.tiers.together import only_ours_to_cancel
 from tierstore.tiers.view import AttemptView, further, staging
 
 __all__ = ["Engine"]
+
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +53,10 @@ class Engine:
     queue: SaveQueue
     lock: RunLock
     context: CopyContext
+    policy: RetentionConfig | None = None
+    owner: bool = True
+    """Whether retention on the tiers that all processes see is this process's to carry out."""
+    source: ResumeSource = field(default_factory=ResumeSource)
     lanes: dict[str, Lane] = field(default_factory=dict)
     saves: dict[Attempt, Save] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -55,6 +67,21 @@ class Engine:
     scanned: bool = False
     scan_error: TierStoreError | None = None
     """Why the last look for what other processes left failed; None if it did not."""
+    tending: Tending = field(init=False)
+
+    def __post_init__(self) -> None:
+        housekeeping = Housekeeping(
+            tiers=self.tiers,
+            run=self.run,
+            policy=self.policy,
+            clock=self.clock,
+            cache=self.cache,
+            leases=LeaseWatch(self.clock),
+            protected=self.protected,
+            shared=self.owner,
+            busy=self.queue.writing,
+        )
+        self.tending = Tending(housekeeping=housekeeping, tend=tend, lock=self.lock, every_s=self.options.housekeep_s)
 
     # ---- tasks
 
@@ -63,12 +90,13 @@ class Engine:
             self.lanes[tier.name] = Lane(context=self.context, tier=tier, options=self.options, lock=self.lock, reports=self)
         tasks = [asyncio.ensure_future(lane.run()) for lane in self.lanes.values()]
         tasks += [asyncio.ensure_future(self.persist_all()), asyncio.ensure_future(self.rescan_when_idle())]
-        stopping = asyncio.ensure_future(self.stop.wait())
+        stopping, tidying = asyncio.ensure_future(self.stop.wait()), asyncio.ensure_future(self.tending.run())
         started()
         try:
             await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopping.cancel()
+            await end_all([tidying])
             ended = await end_all(tasks)
         for fault in ended:
             if isinstance(fault, Exception):
@@ -108,6 +136,7 @@ class Engine:
                 await self.condemn(save.job.attempt, save.job.rank, save.job.world_size, failure)
             finally:
                 self.queue.finish(save)
+                self.tending.quiet()
 
     async def persist_one(self, save: Save) -> None:
         """Writes one image to the nearest tier that takes it; tries for as long as the process lives."""
@@ -132,6 +161,7 @@ class Engine:
                     return
             save.reason = f"failed, tried again: no tier takes it ({'; '.join(f'{name}: {e.message}' for name, e in refusals.items())})"
             self.queue.yield_turn(save)
+            self.tending.quiet()
             try:
                 await asyncio.wait_for(self.wake.wait(), backoff.next_s())
             except asyncio.TimeoutError:
@@ -197,6 +227,8 @@ class Engine:
         # Without the authority the other tiers still tell of themselves, but not what is committed: that is no look at everything.
         self.scan_error = catalog.unreachable.get(self.tiers.authority.name)
         self.scanned = self.scan_error is None
+        if self.scanned:
+            self.tending.seen(catalog)
         for copy in pending(catalog, self.tiers):
             self.lanes[copy.tier].add(Entry(attempt=copy.attempt, own=copy.attempt in self.saves, nbytes=copy.nbytes))
 
@@ -228,12 +260,18 @@ class Engine:
         if tier.name not in self.trouble:
             log.warning("tier=%s checkpoint=%s can't take the save: %s", tier.name, save.job.attempt.folder, error.message)
         self.trouble[tier.name] = text
+        self.full(error)
         key = f"{tier.name}:{type(error).__name__}"
         if key not in save.reported:
             save.reported += f" {key}"
             if judge(error) is Verdict.REPORT:  # first, as in `give_up`
                 self.queue.surface(save_error(save, f"writing to tier {tier.name!r} (it is tried again)", error))
             save.ticket.report(tier.name, error)
+
+    def full(self, error: TierStoreError) -> None:
+        """A tier that is full may get room."""
+        if isinstance(error, TierFullError):
+            self.tending.nudge()
 
     def give_up(self, save: Save, where: str, error: TierStoreError) -> None:
         self.queue.surface(save_error(save, where, error))  # first: who waits for the ticket may ask for errors next
@@ -244,6 +282,8 @@ class Engine:
     def seen(self, attempt: Attempt, tier: Tier, view: AttemptView) -> None:
         if view.log.committed and self.tiers.is_authority(tier):
             self.feed_lanes(attempt)
+        if view.log.committed and attempt not in self.lanes[tier.name].attempts:
+            self.tending.nudge()
         save = self.saves.get(attempt)
         if save is None:
             return
@@ -277,6 +317,7 @@ class Engine:
                 lane.nudge(attempt)
 
     def retrying(self, attempt: Attempt, tier: Tier, error: TierStoreError, *, needs_help: bool) -> None:
+        self.full(error)
         save = self.saves.get(attempt)
         if save is None:
             return
@@ -296,6 +337,17 @@ class Engine:
             self.saves.pop(attempt, None)
 
     # ---- questions
+
+    def protected(self) -> dict[Attempt, Reason]:
+        """What must not go under this process's hands: what it saves and copies just now, and what it would go on from."""
+        saving = [s.job.attempt for s in (*self.queue.waiting(), *self.saves.values()) if not s.ticket.done("committed")]
+        found = dict.fromkeys(saving, Reason(kind="in-flight", text="it is being saved"))
+        for lane in self.lanes.values():
+            found |= dict.fromkeys(lane.working, Reason(kind="in-flight", text=f"it is being copied to {lane.tier.name}"))
+        source = self.source.attempt
+        if source is not None:
+            found[source] = Reason(kind="resumed-from", text="training went on from it, and no newer save is durable yet")
+        return found
 
     def pending(self) -> list[PendingCopy]:
         failing_s = self.queue.failing_s()

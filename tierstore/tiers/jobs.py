@@ -56,6 +56,8 @@ class WorkerOptions:
     """The first pause before looking again for what another process has to do first; pauses grow to 20 times this."""
     rescan_s: float = 300.0
     """How often an idle worker looks for work that other processes left."""
+    housekeep_s: float = 600.0
+    """The longest pause between two looks for what retention has to do; commits and copies let it look at once."""
     retry_first_s: float = 0.5
     retry_most_s: float = 60.0
     patience_s: float = 60.0

@@ -96,6 +96,11 @@ class Lane:
     def attempts(self) -> Collection[Attempt]:
         return self._entries.keys()
 
+    @property
+    def working(self) -> Collection[Attempt]:
+        """What is being brought onto the tier now."""
+        return [attempt for attempt, entry in self._entries.items() if entry.working]
+
     def add(self, entry: Entry) -> None:
         """Takes an attempt in. One of our own replaces what a scan had found of it."""
         known = self._entries.get(entry.attempt)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from tierstore.names import INDEX, MANIFEST, OBJECTS
 from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.fetching import BUDGET_NBYTES, fetch
 from tierstore.tiers.index_pages import IndexPages, read_whole
+from tierstore.tiers.leases import Lease
 from tierstore.tiers.reads import AnyWant, ReadCost, Span, Want, plan_spans
 from tierstore.tiers.sources import Source, sources_of
 from tierstore.tiers.tier import Tier, Tiers
@@ -51,6 +53,7 @@ class Replica:
 
     Attributes:
         info: The catalog's entry.
+        lease: What keeps a collector from freeing it while it is read; None: nothing does.
         manifest: The manifest, proved against the commit record.
         index: The routing index, proved against the manifest. A long one reads its rows when they are asked for, and waits for them: it
             is for the caller's threads, not for the event loop.
@@ -60,9 +63,19 @@ class Replica:
     """
 
     def __init__(
-        self, info: CheckpointInfo, sources: Sequence[Source], *, budget_nbytes: int = BUDGET_NBYTES, run: Run | None = None
+        self,
+        info: CheckpointInfo,
+        sources: Sequence[Source],
+        *,
+        budget_nbytes: int = BUDGET_NBYTES,
+        run: Run | None = None,
+        lease: Lease | None = None,
     ) -> None:
         self.info = info
+        self.lease = lease
+        self._finish = None if lease is None else weakref.finalize(self, lease.let_go)
+        if self._finish is not None:
+            self._finish.atexit = False
         self.bytes_fetched: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
         self.bad_copies: list[BadCopy] = []
@@ -103,6 +116,17 @@ class Replica:
             if source.tier.storage.capabilities.local:
                 local.update(files)
         return frozenset(on_node), frozenset(local)
+
+    def let_go(self) -> None:
+        """Ends its lease, from any thread; it can be read on, as long as it is there. So does the end of the last reference to it."""
+        if self._finish is not None:
+            self._finish()
+
+    def take_lease(self) -> Lease | None:
+        """Its lease, which is the caller's to end from now on."""
+        if self._finish is not None:
+            self._finish.detach()
+        return self.lease
 
     async def objects(self, rank: int = 0) -> bytes:
         """The encoded objects of one rank.
@@ -156,6 +180,8 @@ class Replica:
             NotFoundError: The index names no such file.
             TemporaryError: Some bytes could not be had because tiers do not answer.
         """
+        if self.lease is not None:
+            self.lease.begin()  # in a forked child it holds one of its own
         align = self.index.block_nbytes if verify else 1
         spans = plan_spans(wants, file_nbytes=self.index.file_nbytes, align=align, cost=self._cost())
         if verify:
@@ -201,7 +227,7 @@ class Replica:
             pending = left
             if not pending:
                 return
-        raise self._no_copy(span.file, f"bytes {pending[0][0]} to {pending[-1][1]} of ")
+        raise await self._no_copy(span.file, f"bytes {pending[0][0]} to {pending[-1][1]} of ")
 
     async def _bad_blocks(self, source: Source, entry: FileEntry, begin: int, part: memoryview) -> list[tuple[int, int]]:
         """The ranges of `part`, read at `begin`, whose blocks are not what the index promises."""
@@ -249,7 +275,11 @@ class Replica:
             error.message,
         )
 
-    def _no_copy(self, file: str, what: str = "") -> TierStoreError:
+    async def _no_copy(self, file: str, what: str = "") -> TierStoreError:
+        error = self._bad_everywhere(file, what)
+        return error if self.lease is None else await self.lease.explain(error)
+
+    def _bad_everywhere(self, file: str, what: str) -> TierStoreError:
         found = [(s.tier, self._reasons[s.tier.name, file]) for s in self._sources if (s.tier.name, file) in self._reasons]
         listed = "; ".join(f"{tier.name}: {type(error).__name__}: {error.message}" for tier, error in found) or "no tier should hold it"
         message = f"no tier has a good copy of {what}{file} of step {self.info.step} of run {self.info.run!r}: {listed}"
@@ -285,7 +315,7 @@ class Replica:
                 self._pass_over(source, name, error)
                 continue
             return data
-        raise self._no_copy(name)
+        raise await self._no_copy(name)
 
     async def _asked(self, source: Source, name: str, begin: int, nbytes: int | None) -> bytes:
         ahead = self._ahead.pop((source.tier.name, name, begin, nbytes), None)
@@ -390,7 +420,13 @@ class Replica:
 
 
 async def open_replica(
-    tiers: Tiers, info: CheckpointInfo, *, budget_nbytes: int | None = None, run: Run | None = None, objects: bool = False
+    tiers: Tiers,
+    info: CheckpointInfo,
+    *,
+    budget_nbytes: int | None = None,
+    run: Run | None = None,
+    objects: bool = False,
+    lease: Lease | None = None,
 ) -> Replica:
     """Opens a checkpoint: reads manifest and index from the nearest tier that has good copies of them.
 
@@ -401,6 +437,7 @@ async def open_replica(
         run: Runs a coroutine on this event loop, from a thread that asks `Replica.index`: a long index is then read by its head, and by
             the rows that are asked for. None: as a whole.
         objects: The objects are wanted as well, and read at the same time.
+        lease: A hold on it, which the reads that fail ask what became of it (`Leases.open` does both).
 
     Raises:
         IntegrityError: No tier has a good manifest or index; lists each tier and its reason.
@@ -409,14 +446,16 @@ async def open_replica(
     """
     sources = sources_of(tiers, info)
     if not info.manifest_digest or not sources:
-        raise IntegrityError(
+        error = IntegrityError(
             f"step {info.step} of run {info.run!r} can't be opened: "
             + ("no tier that was reached holds it" if info.manifest_digest else "its commit record names no manifest"),
             hint="see `tierstore show` for where its copies should be",
             run=info.run,
             step=info.step,
         )
-    replica = Replica(info, sources, budget_nbytes=tiers.scratch_nbytes if budget_nbytes is None else budget_nbytes, run=run)
+        raise error if lease is None else await lease.explain(error)
+    budget = tiers.scratch_nbytes if budget_nbytes is None else budget_nbytes
+    replica = Replica(info, sources, budget_nbytes=budget, run=run, lease=lease)
     await replica._open(objects=objects)
     return replica
 

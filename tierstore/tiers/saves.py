@@ -132,6 +132,11 @@ class SaveQueue:
         with self._changed:
             return list(self._queue)
 
+    def writing(self) -> bool:
+        """Whether an image is being written now; not while one waits to be tried again."""
+        with self._changed:
+            return any(save.writing for save in self._queue)
+
     def take(self) -> Save | None:
         """The oldest save, marked as being written; it stays in the queue until `finish`."""
         with self._changed:

@@ -13,7 +13,10 @@ from tierstore.clock import Clock, SystemClock
 from tierstore.config_models import StoreConfig
 from tierstore.errors import ClosedError, TierStoreError
 from tierstore.storage.loop import EventLoop
+from tierstore.tiers.checkpoint import CheckpointInfo
+from tierstore.tiers.leased import Leases, lease_ttl_s
 from tierstore.tiers.opening import Opener, default_opener, open_tiers
+from tierstore.tiers.replica import Replica
 from tierstore.tiers.tier import Tiers
 
 __all__ = ["Session"]
@@ -31,6 +34,7 @@ class Session:
         config: The configuration.
         clock: The clock of everything that this session does.
         tiers: The opened tiers.
+        leases: Those that this session holds on checkpoints that are open.
         loop: The event loop; made anew in a forked child, where the storages build their clients anew too.
     """
 
@@ -38,6 +42,7 @@ class Session:
         self.config = config
         self.clock = clock
         self.loop = loop
+        self.leases = Leases(tiers, clock, lambda run: lease_ttl_s(config, run))
         self._tiers = tiers
         self._closed = False
         self._lock = threading.Lock()
@@ -94,6 +99,10 @@ class Session:
             self._check_open()
         return self.loop.submit(coro)
 
+    def open_replica(self, info: CheckpointInfo, *, objects: bool = False) -> Replica:
+        """Opens a checkpoint under a lease, to be asked from the caller's threads; errors as `Leases.open`."""
+        return self.run(self.leases.open(info, run=self.run, objects=objects))
+
     def forget(self, coro: Coroutine[Any, Any, None]) -> None:
         """Starts a clean-up on the session's loop, that nobody waits for; where the session is closed, there is nothing left to clean."""
         try:
@@ -108,6 +117,7 @@ class Session:
                 return
             self._closed = True
         try:
+            self.loop.run(self.leases.close())
             for tier in self._tiers:
                 try:
                     self.loop.run(tier.storage.close(), _CLOSE_TIMEOUT_S)

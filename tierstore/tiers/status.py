@@ -11,6 +11,7 @@ from tierstore.tiers.catalog import Catalog, CheckpointInfo, RecordCache, scan
 from tierstore.tiers.jobs import PendingCopy
 from tierstore.tiers.progress import Transfer
 from tierstore.tiers.promote import pending
+from tierstore.tiers.tending import HousekeepingStatus
 from tierstore.tiers.tier import Tier, Tiers
 
 __all__ = ["Status", "TierStatus", "WorkerView", "collect_status"]
@@ -52,6 +53,7 @@ class WorkerView:
     transfers: tuple[Transfer, ...] = ()
     in_memory_nbytes: int = 0
     """Bytes of images that are on no tier yet."""
+    housekeeping: HousekeepingStatus | None = None
     errors: Mapping[str, str] = field(default_factory=dict)
     last_errors: Mapping[str, str] = field(default_factory=dict)
 
@@ -67,6 +69,8 @@ class Status:
     tiers: tuple[TierStatus, ...]
     worker: WorkerView
     warnings: tuple[str, ...] = ()
+    housekeeping: HousekeepingStatus | None = None
+    """What retention did in the worker of this process; None where there is none."""
 
 
 async def collect_status(
@@ -88,6 +92,7 @@ async def collect_status(
         tiers=tuple([await _tier_status(tier, tiers, catalog, offered, clock, worker) for tier in tiers]),
         worker=worker,
         warnings=catalog.warnings,
+        housekeeping=worker.housekeeping,
     )
 
 

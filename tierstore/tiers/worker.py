@@ -18,13 +18,16 @@ from typing import Any, Protocol, TypeVar
 from tierstore.clock import Clock
 from tierstore.config_models import StoreConfig
 from tierstore.errors import AccessError, ClosedError, DeadlineError, LockedError, TierStoreError
+from tierstore.names import Attempt
 from tierstore.storage.tasks import end_all
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.engine import Engine
 from tierstore.tiers.jobs import PendingCopy, SaveJob, WorkerOptions, worker_options
+from tierstore.tiers.leases import Lease
 from tierstore.tiers.locks import RunLock, lock_path
 from tierstore.tiers.progress import NO_PROGRESS, Progress, TransferBoard
 from tierstore.tiers.promote import ReconcileReport, reconcile
+from tierstore.tiers.resume_source import ResumeSource
 from tierstore.tiers.saves import Save, SaveQueue, closed_before_written, closed_on_the_way
 from tierstore.tiers.status import Status, WorkerView, collect_status
 from tierstore.tiers.ticket import Ticket
@@ -80,6 +83,7 @@ class Worker:
         self.rank = rank
         self.options = options or worker_options(session.config)
         self._queue = SaveQueue(self.options, self._wake)
+        self._source = ResumeSource()
         self._board = TransferBoard(progress)
         self._starting = threading.Lock()
         self._engine: Engine | None = None
@@ -113,6 +117,7 @@ class Worker:
         self._check_usable()
         tiers = self._start().tiers
         ticket = Ticket(job.attempt, tiers=tiers.names, clock=self._session.clock)
+        self._source.follow(ticket)
         self._queue.put(Save(job=job, ticket=ticket), timeout_s=timeout_s)
         return ticket
 
@@ -125,6 +130,10 @@ class Worker:
         self._queue.raise_errors()
 
     # ---- what others left
+
+    def resumed_from(self, attempt: Attempt, lease: Lease | None) -> None:
+        """Training goes on from `attempt`: it is not deleted, and its lease is kept, until a save that begins after this is durable."""
+        self._source.set(attempt, lease)
 
     def adopt(self) -> ReconcileReport | None:
         """Commits what a dead process left complete on this node, then lets the background work go on with the rest.
@@ -241,6 +250,9 @@ class Worker:
             queue=self._queue,
             lock=self._run_lock(tiers),
             context=context,
+            policy=self._session.config.retention_for(self.run),
+            owner=self.rank == 0,
+            source=self._source,
         )
 
     def _stop(self) -> None:
@@ -354,6 +366,7 @@ async def _view(engine: Engine, board: TransferBoard) -> WorkerView:
         pending=tuple(engine.pending()),
         transfers=board.transfers(),
         in_memory_nbytes=engine.queue.in_flight_nbytes,
+        housekeeping=engine.tending.status,
         errors=errors,
         last_errors={name: lane.last_error for name, lane in engine.lanes.items() if lane.last_error},
     )
