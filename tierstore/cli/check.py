@@ -12,61 +12,132 @@ from rich.progress import DownloadColumn, SpinnerColumn, TextColumn, TransferSpe
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
-from tierstore.cli.find import find_checkpoint, scan_run, the_run
+from tierstore.cli.find import metric_modes, scan_run, the_run
 from tierstore.cli.options import Cli
 from tierstore.cli.render import plain_table
 from tierstore.cli.terminal import Terminal
-from tierstore.errors import UsageError
-from tierstore.names import Attempt
-from tierstore.tiers.findings import Finding
+from tierstore.clock import Clock
+from tierstore.errors import NotFoundError, UsageError
+from tierstore.names import Attempt, Reference, parse_reference
+from tierstore.tiers.findings import Finding, grouped, next_steps
+from tierstore.tiers.leased import lease_ttl_s
 from tierstore.tiers.progress import NO_PROGRESS, Progress
+from tierstore.tiers.session import Session
 from tierstore.tiers.verify import Level, VerifyReport
 from tierstore.tiers.verify import verify as verify_tiers
-from tierstore.units import format_size
+from tierstore.units import format_size, format_some, parse_percent
 
-__all__ = ["verify"]
+__all__ = ["chosen_steps", "reading", "subset_of", "verify"]
 
 _STYLES = {"damage": "bold red", "warning": "yellow", "note": "dim"}
+_STEPS_SHOWN = 6
 
 
 def verify(
     cli: Cli,
-    ref: Annotated[str | None, typer.Argument(metavar="[REF]", help="One checkpoint; without one, all of the run.")] = None,
-    level: Annotated[Level, typer.Option("--level", help="How deep: logs and sizes; a share of the blocks; every byte.")] = "quick",
+    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Checkpoints of one run; without any, all of it.")] = None,
+    level: Annotated[
+        Level | None, typer.Option("--level", help="How deep: logs and sizes; a share of the blocks; every byte. [default: quick]")
+    ] = None,
     read_data_subset: Annotated[
         str | None,
-        typer.Option("--read-data-subset", metavar="K/N", help="The K-th of N groups of blocks, with level sample. [default: 1/16]"),
+        typer.Option(
+            "--read-data-subset",
+            metavar="K/N|P%",
+            help="Level sample: the K-th of N groups of blocks, or a share of P%, each day another. [default: 1/16]",
+        ),
     ] = None,
 ) -> int:
     """Check what the tiers hold against its digests; changes nothing. --tier NAME checks one tier."""
-    if read_data_subset and level == "full":
-        raise UsageError("--read-data-subset and --level full contradict each other", hint="full reads everything: leave the subset out")
-    depth: Level = "sample" if read_data_subset else level
-    subset = _subset(read_data_subset) if read_data_subset else (1, 16)
+    depth, subset = subset_of(level, read_data_subset, cli.clock, default="quick")
     with cli.session() as session:
-        steps: tuple[int, ...] | None = None
-        if ref is not None:
-            _, info = find_checkpoint(session, ref)
-            run, steps = info.run, (info.step,)
-        else:
-            run = the_run(session)
-            scan_run(session, run)
-        with _reading(cli.terminal) as progress:
+        run, steps = chosen_steps(session, refs or [])
+        with reading(cli.terminal) as progress:
             report = session.run(
-                verify_tiers(session.tiers, run, level=depth, only=cli.only or None, steps=steps, subset=subset, progress=progress)
+                verify_tiers(
+                    session.tiers,
+                    run,
+                    level=depth,
+                    only=cli.only or None,
+                    steps=steps,
+                    subset=subset,
+                    progress=progress,
+                    files_in_flight=cli.options.jobs or session.config.io.threads,
+                    clock=cli.clock,
+                    lease_ttl_s=lease_ttl_s(session.config, run),
+                )
             )
-    _tell(cli, report)
+    _tell(cli, report, subset)
     return report.exit_code
 
 
-def _subset(text: str) -> tuple[int, int]:
+def chosen_steps(session: Session, refs: list[str]) -> tuple[str, tuple[int, ...] | None]:
+    """The run that is meant, and its steps that `refs` name; None: all of them.
+
+    A step whose commit record can't be read is found too: that is what verify and repair are for.
+
+    Raises:
+        UsageError: The references name several runs.
+        NotFoundError: There is no such run or step.
+    """
+    named = [parse_reference(text) for text in refs]
+    runs = {the_run(session, parsed.run) for parsed in named} or {the_run(session)}
+    if len(runs) > 1:
+        raise UsageError(f"the references name several runs: {', '.join(sorted(runs))}", hint="give those of one run at a time")
+    run = runs.pop()
+    catalog = scan_run(session, run)
+    if not named:
+        return run, None
+    unreadable = {a.attempt.step for a in catalog.incomplete if a.unreadable}
+    steps = []
+    for parsed in named:
+        try:
+            wanted = Reference(run=run, selector=parsed.selector, step=parsed.step, argument=parsed.argument)
+            steps.append(catalog.resolve(wanted, modes=metric_modes(session.config, run)).step)
+        except NotFoundError:
+            if parsed.step not in unreadable:
+                raise
+            steps.append(parsed.step)
+    return run, tuple(dict.fromkeys(steps))
+
+
+def subset_of(level: Level | None, text: str | None, clock: Clock, *, default: Level) -> tuple[Level, tuple[int, int]]:
+    """How deep, and which of the groups of blocks: as the two options say together.
+
+    A share takes turns: which group it is depends on the day, so that as many days as there are groups read everything.
+
+    Raises:
+        UsageError: They contradict each other, or the subset can't be read.
+    """
+    if text is None:
+        return level or default, (1, 16)
+    if level not in (None, "sample"):
+        raise UsageError(
+            f"--read-data-subset and --level {level} contradict each other", hint="a subset of the blocks is what --level sample reads"
+        )
+    if text.endswith("%"):
+        try:
+            share = parse_percent(text)
+        except ValueError as error:
+            raise _bad_subset(text) from error
+        groups = max(1, int(1 / share + 1e-9)) if share > 0 else 0
+        if not groups:
+            raise _bad_subset(text)
+        return "sample", (clock.now().toordinal() % groups + 1, groups)
     first, slash, second = text.partition("/")
-    if not (slash and first.isascii() and first.isdigit() and second.isascii() and second.isdigit() and 1 <= int(first) <= int(second)):
-        raise UsageError(f"--read-data-subset {text!r} is not the K-th of N groups", hint="write e.g. 1/7, then 2/7 … 7/7 on other days")
-    return int(first), int(second)
+    if not (slash and all(n.isascii() and n.isdigit() for n in (first, second)) and 1 <= int(first) <= int(second)):
+        raise _bad_subset(text)
+    return "sample", (int(first), int(second))
 
 
-def _tell(cli: Cli, report: VerifyReport) -> None:
+def _bad_subset(text: str) -> UsageError:
+    return UsageError(
+        f"--read-data-subset {text!r} is neither the K-th of N groups nor a share",
+        hint="write e.g. 1/7, then 2/7 … 7/7 on other days; or 5%, which takes turns by itself",
+    )
+
+
+def _tell(cli: Cli, report: VerifyReport, subset: tuple[int, int]) -> None:
     for finding in report.findings:
         cli.terminal.emit(
             {
@@ -78,6 +149,7 @@ def _tell(cli: Cli, report: VerifyReport) -> None:
                 "checkpoint": finding.checkpoint,
                 "file": finding.file,
                 "detail": finding.detail,
+                "blocks": list(finding.blocks),
                 "hint": finding.hint,
             }
         )
@@ -90,36 +162,38 @@ def _tell(cli: Cli, report: VerifyReport) -> None:
             "replicas": report.checkpoints,
             "files": report.files,
             "nbytes_read": report.nbytes_read,
+            "subset": list(subset) if report.level == "sample" else None,
+            "next": [command for command, _ in next_steps(report.findings)],
             **counts,
         }
     )
     if report.findings:
         table = plain_table("CODE", "TIER", "WHAT", fold=("WHAT",))
-        order = list(_STYLES)
-        for finding in sorted(report.findings, key=lambda f: order.index(f.severity)):
-            table.add_row(Text(finding.code, style=_STYLES[finding.severity]), finding.tier, _what(finding))
+        for finding, steps in grouped(report.findings):
+            table.add_row(Text(finding.code, style=_STYLES[finding.severity]), finding.tier, _what(finding, steps))
         cli.terminal.show(table)
-        for hint in dict.fromkeys(f.hint for f in report.findings if f.severity == "damage"):
-            cli.terminal.show(Text.assemble(("hint: ", "cyan"), hint))
     told = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    depth = f"sample {subset[0]}/{subset[1]}" if report.level == "sample" else report.level
     cli.terminal.show(
         Text(
-            f"run {report.run}, {report.level}: {report.checkpoints} replicas, {report.files} files, "
+            f"run {report.run}, {depth}: {report.checkpoints} replicas, {report.files} files, "
             f"{format_size(report.nbytes_read)} of data read: {told or 'all is as promised'}",
             style="bold red" if report.damage else "green",
         )
     )
+    for command, why in next_steps(report.findings):
+        cli.terminal.show(Text.assemble(("next: ", "cyan"), f"{command}  {why}"))
 
 
-def _what(finding: Finding) -> str:
-    name = finding.checkpoint.rpartition("/")[2]
-    step = int(name.split("-")[1]) if name.startswith("step-") else None
-    where = " ".join(part for part in (f"step {step}" if step is not None else "", finding.file) if part)
-    return f"{finding.kind.name}: {where}{': ' if where else ''}{finding.detail}"
+def _what(finding: Finding, steps: tuple[int, ...]) -> str:
+    where = f"step{'s' if len(steps) > 1 else ''} {format_some(steps, _STEPS_SHOWN)}" if steps else ""
+    file = "" if "/.log/" in finding.file and len(steps) > 1 else finding.file.rpartition("/.log/")[2]
+    place = " ".join(part for part in (where, file) if part)
+    return f"{finding.kind.name}: {place}{': ' if place else ''}{finding.detail}"
 
 
 @contextmanager
-def _reading(terminal: Terminal) -> Iterator[Progress]:
+def reading(terminal: Terminal) -> Iterator[Progress]:
     """How much was read, and how fast, on stderr."""
     if not terminal.progress:
         yield NO_PROGRESS

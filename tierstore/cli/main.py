@@ -8,7 +8,23 @@ from typing import Annotated
 import typer
 
 from tierstore import __version__
-from tierstore.cli import adopt, capacity, check, compare, doctor, explain, export, freeing, labels, look, recover, retain, usage, work
+from tierstore.cli import (
+    adopt,
+    capacity,
+    check,
+    compare,
+    doctor,
+    explain,
+    export,
+    freeing,
+    labels,
+    look,
+    recover,
+    repair,
+    retain,
+    usage,
+    work,
+)
 from tierstore.cli.options import Cli, remember, verb
 
 __all__ = ["app", "main"]
@@ -66,6 +82,7 @@ for _function in (
     usage.du,
     capacity.df,
     check.verify,
+    repair.repair,
     work.sync,
     work.status,
     recover.recover,

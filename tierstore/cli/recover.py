@@ -6,49 +6,66 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli.find import the_run
+from tierstore.cli.find import chosen_runs
 from tierstore.cli.options import Cli
 from tierstore.errors import PartialError
 from tierstore.names import Attempt
 from tierstore.tiers.copying import CopyContext
+from tierstore.tiers.opening import rejoin
 from tierstore.tiers.recover import RecoverReport
 from tierstore.tiers.recover import recover as work
 from tierstore.tiers.session import Session
+from tierstore.tiers.tier import read_store_id
+from tierstore.units import format_size
 
 __all__ = ["recover"]
 
 
 def recover(
     cli: Cli,
+    all_runs: Annotated[bool, typer.Option("--all-runs", help="All runs of the store, not only the configuration's.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for another process that works on this node's tier.")] = False,
 ) -> int:
-    """Commit complete attempts that nobody finished, and rebuild a lost log from the replicas; deletes nothing."""
-    with Session.open(cli.load(), clock=cli.clock, create=not cli.options.dry_run) as session:
-        run = the_run(session)
-        context = CopyContext.make(
-            session.tiers, cli.clock, files_in_flight=cli.options.jobs or session.config.io.threads, max_bandwidth=cli.bwlimit
+    """Commit complete attempts that nobody finished, and rebuild a lost log from the replicas; deletes nothing.
+
+    Where the authority is empty, all runs are rebuilt, and then it belongs to the store again.
+    """
+    dry_run = cli.options.dry_run
+    with Session.open(cli.load(), clock=cli.clock, create=not dry_run, recovering=True) as session:
+        empty = session.run(read_store_id(session.tiers.authority)) is None
+        reports = {run: _recover_run(cli, session, run, wait) for run in chosen_runs(session, all_runs=all_runs or empty)}
+        if empty and not dry_run:
+            session.run(rejoin(session.tiers))
+            cli.terminal.say(f"tier {session.tiers.authority.name!r} belongs to the store {session.tiers.store_id} again")
+    if not any(r.rebuilt or r.committed or r.incomplete for r in reports.values()):
+        cli.terminal.say("nothing to recover")
+    rebuilt = [r for report in reports.values() for r in report.rebuilt]
+    failed = [r for r in rebuilt if r.error]
+    if failed:
+        first = failed[0]
+        raise PartialError(
+            f"{len(failed)} of {len(rebuilt)} lost checkpoints were not rebuilt; first "
+            f"{first.attempt.run}@{first.attempt.step}: {first.error}",
+            hint="bring the tiers that hold copies back, and run `tierstore recover` again",
         )
-        wait_s = None if wait else 0.0
-        report = session.run(work(session.tiers, run, clock=cli.clock, context=context, dry_run=cli.options.dry_run, wait_s=wait_s))
+    return 0
+
+
+def _recover_run(cli: Cli, session: Session, run: str, wait: bool) -> RecoverReport:
+    dry_run = cli.options.dry_run
+    context = CopyContext.make(
+        session.tiers, cli.clock, files_in_flight=cli.options.jobs or session.config.io.threads, max_bandwidth=cli.bwlimit
+    )
+    report = session.run(work(session.tiers, run, clock=cli.clock, context=context, dry_run=dry_run, wait_s=None if wait else 0.0))
     for done in report.rebuilt:
-        sources = ", ".join(done.sources)
-        _tell(
-            cli, done.attempt, "failed" if done.error else _done(report, "rebuilt"), done.error or f"from {sources}, {done.records} records"
-        )
+        detail = f"from {', '.join(done.sources)}, {done.records} record{'s' if done.records != 1 else ''}, "
+        detail += format_size(done.nbytes) if done.nbytes else "no files: it was dropped there on purpose"
+        _tell(cli, done.attempt, "failed" if done.error else _done(report, "rebuilt"), done.error or detail)
     for attempt in report.committed:
         _tell(cli, attempt, _done(report, "committed"), "all its parts are there")
     for attempt, reason in report.incomplete:
         _tell(cli, attempt, "incomplete", reason)
-    if not (report.rebuilt or report.committed or report.incomplete):
-        cli.terminal.say("nothing to recover")
-    if not report.ok:
-        failed = [r for r in report.rebuilt if r.error]
-        first = failed[0]
-        raise PartialError(
-            f"{len(failed)} of {len(report.rebuilt)} lost checkpoints were not rebuilt; first step {first.attempt.step}: {first.error}",
-            hint="bring the tiers that hold copies back, and run `tierstore recover` again",
-        )
-    return 0
+    return report
 
 
 def _done(report: RecoverReport, word: str) -> str:

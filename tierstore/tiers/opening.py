@@ -7,19 +7,31 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tierstore.config_models import StoreConfig, TierConfig
-from tierstore.errors import AccessError, ConfigError, ConflictError, IntegrityError, NotFoundError, StorageError, TierStoreError
-from tierstore.names import DESCRIPTOR
+from tierstore.errors import (
+    AccessError,
+    ConfigError,
+    ConflictError,
+    IntegrityError,
+    NotFoundError,
+    RefusedError,
+    StorageError,
+    TierStoreError,
+)
+from tierstore.names import DESCRIPTOR, attempt_of_log_path, log_root
 from tierstore.storage.contract import Storage
 from tierstore.storage.opening import open_storage
 from tierstore.storage.probe import probe
+from tierstore.tiers.catalog import runs
 from tierstore.tiers.costs import ReadSpeed
+from tierstore.tiers.log import record_seq
 from tierstore.tiers.tier import Outage, Tier, Tiers, make_descriptor, read_store_id, wrong_store
+from tierstore.units import format_some
 
-__all__ = ["Opener", "default_opener", "open_tiers"]
+__all__ = ["Opener", "default_opener", "open_tiers", "rejoin"]
 
 log = logging.getLogger(__name__)
 
@@ -40,19 +52,22 @@ def default_opener(tier: TierConfig, config: StoreConfig) -> Storage:
     )
 
 
-async def open_tiers(config: StoreConfig, *, create: bool = True, opener: Opener = default_opener) -> Tiers:
+async def open_tiers(config: StoreConfig, *, create: bool = True, recovering: bool = False, opener: Opener = default_opener) -> Tiers:
     """Opens all tiers and checks that they belong to one store.
 
     Args:
         config: The configuration.
         create: True: for writing. The authority and the nearest tier must work, descriptors are made where there are none, and
             create-if-absent is tried on the authority. False: nothing is written anywhere.
+        recovering: An authority that is empty while other tiers hold checkpoints of the store is no reason to refuse. It gets no
+            descriptor yet: `rejoin` gives it one when what it has lost is rebuilt.
         opener: Makes a tier's storage.
 
     Raises:
         ConfigError: A tier belongs to another store, or the authority has no working create-if-absent.
         AccessError, TemporaryError, NotFoundError, StorageError: A tier that must work does not; names it and says what to do.
         FormatError, VersionError: With ``create=True``: a tier's descriptor is foreign, damaged, or a newer version's.
+        RefusedError: With ``create=True``: the authority is empty, but other tiers hold checkpoints of the store.
         NotFoundError: With ``create=False``: there is no store on any tier that was reached.
     """
     tiers = tuple(
@@ -71,14 +86,14 @@ async def open_tiers(config: StoreConfig, *, create: bool = True, opener: Opener
         if each.codec != "raw" and create:
             log.warning("tier=%s codec=%s is not implemented yet: shards are written there uncompressed", each.name, each.codec)
     try:
-        return await _join(config, tiers, create=create)
+        return await _join(config, tiers, create=create, recovering=recovering)
     except BaseException:
         for tier in tiers:
             await tier.storage.close()
         raise
 
 
-async def _join(config: StoreConfig, tiers: tuple[Tier, ...], *, create: bool) -> Tiers:
+async def _join(config: StoreConfig, tiers: tuple[Tier, ...], *, create: bool, recovering: bool) -> Tiers:
     by_name = {tier.name: tier for tier in tiers}
     authority = by_name[config.authority.name]
     must_work = {authority.name, tiers[0].name} if create else set()
@@ -115,8 +130,9 @@ async def _join(config: StoreConfig, tiers: tuple[Tier, ...], *, create: bool) -
                 hint="check the paths and URIs; a store is made by the first save",
             )
         store_id = secrets.token_hex(16)
-    elif authority.name in found and found[authority.name] is None:
-        log.warning("tier=%s has no descriptor, but nearer or further tiers belong to the store %s", authority.name, store_id)
+    lost = authority.name in found and found[authority.name] is None and any(found.values())
+    if lost:
+        await _look_at_lost_authority(authority, [t for t in tiers if found.get(t.name)], store_id, refuse=create and not recovering)
 
     opened = Tiers(
         tiers=tiers,
@@ -126,11 +142,64 @@ async def _join(config: StoreConfig, tiers: tuple[Tier, ...], *, create: bool) -
         outages=outages,
         scratch_nbytes=config.io.max_scratch,
     )
-    return await _make(opened, found, must_work) if create else opened
+    return await _make(opened, found, must_work, wait=lost and recovering) if create else opened
 
 
-async def _make(opened: Tiers, found: dict[str, str | None], must_work: set[str]) -> Tiers:
-    """Makes the descriptors that are missing, the authority's first: of two processes that begin a store at once, one decides its id."""
+async def _look_at_lost_authority(authority: Tier, others: Sequence[Tier], store_id: str, *, refuse: bool) -> None:
+    """An authority without a descriptor, in a store that has one elsewhere: an unmounted disk, an emptied bucket, or nothing yet.
+
+    To write there would put a new log beside the old one, below a mount point in the worst case.
+
+    Raises:
+        RefusedError: Another tier holds checkpoints: it was an authority, and is not any more.
+    """
+    holding: dict[str, set[str]] = {}
+    for tier in others:
+        try:
+            alone = Tiers(tiers=(tier,), authority=tier, durable_at=tier, store_id=store_id)
+            for run in await runs(alone):
+                if await _has_commits(tier, run):
+                    holding.setdefault(tier.name, set()).add(run)
+        except (StorageError, NotFoundError) as error:
+            log.debug("tier=%s can't be looked at: %s", tier.name, error.message)
+    if not holding:
+        log.warning("tier=%s has no descriptor, but other tiers belong to the store %s", authority.name, store_id)
+        return
+    lost = sorted(set().union(*holding.values()))
+    what = (
+        f"tier {authority.name!r} at {authority.uri}, which decides what is committed, is empty, but {', '.join(holding)} "
+        f"{'hold' if len(holding) > 1 else 'holds'} checkpoints of this store (run {format_some(lost, 4)})"
+    )
+    hint = "is it mounted, and the right folder or bucket? If it is really lost, `tierstore recover` makes it anew and rebuilds its log"
+    if refuse:
+        raise RefusedError(what, hint=hint, tier=authority.name, store_id=store_id)
+    log.warning("%s: %s", what, hint)
+
+
+async def _has_commits(tier: Tier, run: str) -> bool:
+    found = (attempt_of_log_path(info.path) for info in await tier.storage.list(log_root(run)))
+    return any(split is not None and record_seq(split[1]) == 0 for split in found)
+
+
+async def rejoin(tiers: Tiers) -> bool:
+    """Makes the authority part of the store again, after what it had lost was rebuilt; False where it is one already.
+
+    Raises:
+        ConfigError: It belongs to another store.
+        StorageError: It can't be written.
+    """
+    found = await read_store_id(tiers.authority)
+    made = found or await make_descriptor(tiers.authority, tiers.store_id)
+    if made != tiers.store_id:
+        raise wrong_store(tiers.authority, made, tiers.store_id)
+    return found is None
+
+
+async def _make(opened: Tiers, found: dict[str, str | None], must_work: set[str], *, wait: bool) -> Tiers:
+    """Makes the descriptors that are missing, the authority's first: of two processes that begin a store at once, one decides its id.
+
+    `wait`: not the authority's, which has lost what it should decide about.
+    """
     authority = opened.authority
     ordered = [authority, *(tier for tier in opened if tier.name != authority.name)]
     store_id = opened.store_id
@@ -142,7 +211,7 @@ async def _make(opened: Tiers, found: dict[str, str | None], must_work: set[str]
                 await _prove_authority(tier, new=found[tier.name] is None)
             elif tier.name in must_work:
                 await _prove_writable(tier)
-            if found[tier.name] is None:
+            if found[tier.name] is None and not (wait and tier.name == authority.name):
                 made = await make_descriptor(tier, store_id)
                 if tier.name == authority.name:
                     store_id = made

@@ -1,7 +1,9 @@
 """Recover: finish complete attempts that nobody committed, and rebuild a lost authority log from the replicas' copies.
 
 Nothing is ever deleted. A log is rebuilt in the order of a commit: the payload is on the authority, proved, before its records are,
-so that at no instant the authority claims what it has not.
+so that at no instant the authority claims what it has not. What was dropped from the authority on purpose stays dropped: its log comes
+back, its payload does not. An authority that had lost its descriptor too gets it last (`opening.rejoin`): until then nobody can open
+the store for writing and begin a second log.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from tierstore.tiers.copies import copy_payload, record_replica
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.locks import RunLock, lock_path
 from tierstore.tiers.log import parse_record
+from tierstore.tiers.log_facts import fold
 from tierstore.tiers.promote import ReconcileReport, pending, reconcile
 from tierstore.tiers.tier import Tier, Tiers, ensure_tier
 from tierstore.tiers.view import AttemptView, further, observe, staging
@@ -34,6 +37,8 @@ class Rebuilt:
     attempt: Attempt
     sources: tuple[str, ...]
     records: int
+    nbytes: int = 0
+    """Of its files: what is copied where the authority lacks them; 0 where it had dropped them on purpose."""
     error: str = ""
 
 
@@ -109,18 +114,24 @@ async def _rebuild(context: CopyContext, info: CheckpointInfo, *, dry_run: bool)
     """Brings one checkpoint back to the authority: payload first, then its records by number, then a record for each replica."""
     tiers = context.tiers
     nodes = {t.name for t in staging(tiers)}
+    dropped = tiers.authority.name in info.dropped
     holding = [t for t in tiers if info.replicas.get(t.name) == "complete" or (t.name in nodes and t.name in info.receipts)]
-    done = Rebuilt(attempt=info.attempt, sources=tuple(t.name for t in holding), records=len(info.records))
+    sources = tuple(t.name for t in holding)
+    done = Rebuilt(attempt=info.attempt, sources=sources, records=len(info.records), nbytes=0 if dropped else info.nbytes)
     if dry_run:
         return done
     try:
         view = await _as_the_copies_tell(tiers, info)
         raw = [await _raw_record(tiers, info.attempt, record) for record in info.records]
-        await copy_payload(context, view, tiers.authority)
-        for record, data in zip(info.records, raw, strict=True):
+        if not dropped:
+            await copy_payload(context, view, tiers.authority)
+        elif not info.usable:
+            return replace(done, error="the authority had dropped its copy, and no tier that was reached has a complete one")
+        for record, data in reversed(list(zip(info.records, raw, strict=True))):  # the commit record last: until then it is still lost
             await tiers.authority.storage.create(info.attempt.record_path(record.seq), data)
         for tier in further(tiers):
-            if info.replicas.get(tier.name) == "complete" and tier.name not in info.replicated:
+            missing = tier.name not in info.replicated and tier.name not in info.dropped
+            if info.replicas.get(tier.name) == "complete" and missing:
                 await _record_again(context, view, tier)
     except ConflictError as error:  # somebody decides about this attempt right now: their log stands
         return replace(done, error=f"its log has come back meanwhile: {error.message}")
@@ -134,11 +145,12 @@ async def _rebuild(context: CopyContext, info: CheckpointInfo, *, dry_run: bool)
 async def _as_the_copies_tell(tiers: Tiers, info: CheckpointInfo) -> AttemptView:
     """The attempt with the replicas' copies of the log in place of the authority's, and every complete replica as a source."""
     view = await observe(tiers, info.attempt, world_size=info.world_size)
+    facts = fold(info.records)
     found = {t.name: info.records[0] for t in further(tiers) if info.replicas.get(t.name) == "complete"}
     return replace(
         view,
         records=info.records,
-        log=replace(view.log, fate=info.records[0], replicated={**view.log.replicated, **found}),
+        log=replace(facts, replicated={**facts.replicated, **found}),
     )
 
 

@@ -48,7 +48,15 @@ class Session:
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, config: StoreConfig, *, clock: Clock | None = None, create: bool = True, opener: Opener = default_opener) -> Session:
+    def open(
+        cls,
+        config: StoreConfig,
+        *,
+        clock: Clock | None = None,
+        create: bool = True,
+        recovering: bool = False,
+        opener: Opener = default_opener,
+    ) -> Session:
         """Opens a store's tiers.
 
         Args:
@@ -56,16 +64,18 @@ class Session:
             clock: For tests.
             create: Open for writing: the authority and the nearest tier must work, and descriptors are made where there are none.
                 False opens for reading: nothing is written, and tiers that can't be reached are left out with a warning.
+            recovering: Also where the authority is empty and other tiers hold checkpoints: for `recover`, which rebuilds it.
             opener: Makes a tier's storage from its configuration; for tests.
 
         Raises:
             ConfigError: A tier belongs to another store, or the authority can't be one.
+            RefusedError: The authority is empty, but other tiers hold checkpoints of the store.
             AccessError, TemporaryError, NotFoundError, StorageError: What must work does not; names the tier and the remedy.
         """
         clock = clock or SystemClock()
         loop = EventLoop()
         try:
-            tiers = loop.run(open_tiers(config, create=create, opener=opener))
+            tiers = loop.run(open_tiers(config, create=create, recovering=recovering, opener=opener))
         except BaseException:
             loop.close()
             raise

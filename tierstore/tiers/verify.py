@@ -136,17 +136,23 @@ async def log_findings(tiers: Tiers, run: str, *, steps: Collection[int] | None 
     await look_at_authority(logs, tiers, catalog, lambda attempt: steps is None or attempt.step in steps)
     found = list(logs.findings)
     for tier in tiers:
-        if tier.name in catalog.unreachable:
-            continue
-        try:
-            numbers = await numbers_of(tier, run)
-            looks = [Looking(work=work, tier=tier.name, info=info) for info in infos]
-            await together(lambda one, at=tier, seen=numbers: look_at_log_copies(one, tiers, one.info, at, seen), looks)
-        except (StorageError, NotFoundError) as error:
-            log.warning("tier=%s its copies of the log can't be read: %s", tier.name, error.message)
-            continue
-        found += [f for look in looks for f in look.findings]
+        if tier.name not in catalog.unreachable:
+            found += await _copies_on(work, tier, run, infos)
     return _once(found)
+
+
+async def _copies_on(work: Verifying, tier: Tier, run: str, infos: Sequence[CheckpointInfo]) -> list[Finding]:
+    async def one(info: CheckpointInfo) -> list[Finding]:
+        looking = Looking(work=work, tier=tier.name, info=info)
+        await look_at_log_copies(looking, work.tiers, info, tier, numbers)
+        return looking.findings
+
+    try:
+        numbers = await numbers_of(tier, run)
+        return [finding for findings in await together(one, infos) for finding in findings]
+    except (StorageError, NotFoundError) as error:
+        log.warning("tier=%s its copies of the log can't be read: %s", tier.name, error.message)
+        return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

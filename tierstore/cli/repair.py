@@ -1,0 +1,128 @@
+"""The verb ``repair``: what verify finds damaged is written anew from the tiers that have it good."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from tierstore.cli.check import chosen_steps, reading, subset_of
+from tierstore.cli.options import Cli
+from tierstore.names import Attempt
+from tierstore.tiers.copying import CopyContext
+from tierstore.tiers.findings import next_steps
+from tierstore.tiers.leased import lease_ttl_s
+from tierstore.tiers.repair import Mended, RepairReport, Unmended
+from tierstore.tiers.repair import repair as work
+from tierstore.tiers.session import Session
+from tierstore.tiers.verify import Level
+from tierstore.units import format_size, format_some
+
+__all__ = ["repair"]
+
+_SHOWN = 6
+
+
+def repair(
+    cli: Cli,
+    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Checkpoints of one run; without any, all of it.")] = None,
+    level: Annotated[Level | None, typer.Option("--level", help="How deep to look for damage: as for verify. [default: full]")] = None,
+    read_data_subset: Annotated[
+        str | None, typer.Option("--read-data-subset", metavar="K/N|P%", help="Look at a share of the blocks only: as for verify.")
+    ] = None,
+) -> int:
+    """Mend what is damaged, block by block, from the tiers that have it good; deletes nothing. --tier NAME mends one tier."""
+    depth, subset = subset_of(level, read_data_subset, cli.clock, default="full")
+    with Session.open(cli.load(), clock=cli.clock, create=not cli.options.dry_run) as session:
+        run, steps = chosen_steps(session, refs or [])
+        jobs = cli.options.jobs or session.config.io.threads
+        with reading(cli.terminal) as progress:
+            context = CopyContext.make(session.tiers, cli.clock, files_in_flight=jobs, max_bandwidth=cli.bwlimit, progress=progress)
+            report = session.run(
+                work(
+                    session.tiers,
+                    run,
+                    clock=cli.clock,
+                    context=context,
+                    level=depth,
+                    subset=subset,
+                    steps=steps,
+                    only=cli.only or None,
+                    dry_run=cli.options.dry_run,
+                    files_in_flight=jobs,
+                    lease_ttl_s=lease_ttl_s(session.config, run),
+                )
+            )
+    _tell(cli, report)
+    return report.exit_code
+
+
+def _tell(cli: Cli, report: RepairReport) -> None:
+    word = "would be mended" if report.dry_run else "mended"
+    for mended in report.mended:
+        facts = {name: getattr(mended, name) for name in ("blocks", "sources", "nbytes_fetched", "nbytes_written")}
+        _line(cli, mended.attempt, mended.tier, mended.file, word, "green", _how(mended), **facts)
+    for attempt, tier in report.proved:
+        _line(cli, attempt, tier, "", "proved", "green", "recorded anew as a good copy")
+    for lost in report.unmended:
+        _line(cli, lost.attempt, lost.tier, lost.file, "not mended", "bold red", _why(lost), blocks=lost.blocks, tensors=lost.tensors)
+    for attempt, why in report.skipped:
+        _line(cli, attempt, "", "", "left alone", "yellow", why)
+    follow = next_steps(report.lost_logs)
+    cli.terminal.emit(
+        {
+            "type": "report",
+            "run": report.run,
+            "level": report.level,
+            "dry_run": report.dry_run,
+            "mended": len(report.mended),
+            "unmended": len(report.unmended),
+            "skipped": len(report.skipped),
+            "lost_logs": len(report.lost_logs),
+            "nbytes_fetched": sum(m.nbytes_fetched for m in report.mended),
+            "nbytes_written": sum(m.nbytes_written for m in report.mended),
+            "nbytes_read": report.verified.nbytes_read,
+            "next": [command for command, _ in follow],
+        }
+    )
+    fetched = format_size(sum(m.nbytes_fetched for m in report.mended))
+    told = f"{len(report.mended)} files {word}, {fetched} from other tiers" if report.mended else "nothing to mend"
+    bad = len(report.unmended)
+    failed = f"; {bad} can't be mended" if bad else ""
+    cli.terminal.show(Text(f"run {report.run}, {report.level}: {told}{failed}", style="bold red" if report.exit_code else "green"))
+    for command, why in follow:
+        cli.terminal.show(Text.assemble(("next: ", "cyan"), f"{command}  {why}"))
+    if bad and not report.dry_run:
+        remedy = "bring back every tier that holds a copy, and repair again; else load another step"
+        cli.terminal.show(Text.assemble(("next: ", "cyan"), remedy))
+
+
+def _line(cli: Cli, attempt: Attempt, tier: str, file: str, state: str, style: str, detail: str, **more: object) -> None:
+    cli.terminal.emit(
+        {
+            "type": "repair",
+            "run": attempt.run,
+            "step": attempt.step,
+            "save_id": attempt.save_id,
+            "tier": tier,
+            "file": file,
+            "state": state,
+            "detail": detail,
+            **more,
+        }
+    )
+    place = " ".join(part for part in (tier, file.rpartition("/.log/")[2]) if part)
+    cli.terminal.show(Text.assemble((f"{state:<10}", style), f" {attempt.run}@{attempt.step} {place}{': ' if place else ''}{detail}"))
+
+
+def _how(mended: Mended) -> str:
+    blocks = f"block{'s' if len(mended.blocks) > 1 else ''} {format_some(mended.blocks, _SHOWN)} " if mended.blocks else ""
+    return f"{blocks}from {', '.join(mended.sources) or 'its own bytes'}"
+
+
+def _why(lost: Unmended) -> str:
+    if not lost.blocks:
+        return lost.reason
+    tensors = f"; in {format_some(lost.tensors, _SHOWN)}" if lost.tensors else ""
+    return f"block{'s' if len(lost.blocks) > 1 else ''} {format_some(lost.blocks, _SHOWN)} good nowhere ({lost.reason}){tensors}"
