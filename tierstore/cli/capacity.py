@@ -94,6 +94,6 @@ def _limits(tier: Tier, usage: StoreUsage, policy: RetentionConfig | None) -> tu
         limits.append(f"at most {format_size(rules.max_nbytes)}")
         if usage.nbytes is not None and usage.nbytes > rules.max_nbytes:
             over.append(f"over {format_size(rules.max_nbytes)}")
-    if free is not None and free < SAVE_RESERVE_NBYTES:
-        over.append(f"saves keep {format_size(SAVE_RESERVE_NBYTES)} in reserve: full")
+    if usage.free_nbytes is not None and usage.free_nbytes < SAVE_RESERVE_NBYTES:
+        over.append(f"full: saves leave {format_size(SAVE_RESERVE_NBYTES)} free")
     return limits, over

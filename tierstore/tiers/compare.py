@@ -175,7 +175,10 @@ def compare_trees(first: Any, second: Any, path: str = "") -> Iterator[tuple[str
     if isinstance(first, dict) and isinstance(second, dict):
         for key in dict.fromkeys((*first, *second)):
             below = path if key.startswith("$") else f"{path}.{key}" if path else key
-            yield from compare_trees(first.get(key), second.get(key), below)
+            if key in first and key in second:
+                yield from compare_trees(first[key], second[key], below)
+            else:
+                yield below, first.get(key), second.get(key)
     elif isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
         for number, (a, b) in enumerate(zip(first, second, strict=True)):
             yield from compare_trees(a, b, f"{path}[{number}]")
