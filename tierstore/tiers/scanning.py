@@ -255,9 +255,10 @@ def _replicas(
 ) -> dict[str, ReplicaState]:
     states: dict[str, ReplicaState] = {}
     for view in views:
-        if attempt not in view.folders:
-            continue
         name = view.tier.name
+        log_left = view is not authority and (attempt in view.records or attempt in view.receipts)
+        if attempt not in view.folders and not (name in dropped and log_left):  # copies of the log that a late copier left go too
+            continue
         first = view.records.get(attempt, {}).get(0)
         copied = (first is not None and first.nbytes > 0) or (view is authority and not lost)
         if name in dropped:

@@ -276,3 +276,19 @@ def test_the_marker_says_who_and_why(tmp_path: Path) -> None:
         assert not any(record.data.get("tier") == "node" for record in records)
 
     run(work())
+
+
+def test_copies_of_the_log_that_a_late_copier_leaves_without_any_payload_go_again(tmp_path: Path) -> None:
+    async def work() -> None:
+        world = World(tmp_path)
+        (only,) = await world.save(1, near=True)
+        for tier in ("far", "node"):
+            await evict(world.h(), await world.info(only), tier)
+            record = tmp_path / tier / only.record_path(0)
+            record.parent.mkdir(parents=True, exist_ok=True)
+            record.write_bytes((tmp_path / "shared" / only.record_path(0)).read_bytes())
+        assert {f.tier for f in (await world.collect()).freed} == {"far", "node"}
+        assert world.left(only, ["far", "node"]) == {"node": [f".log/{only.name}/evicted.json"]}
+        assert (await world.collect()).freed == ()
+
+    run(work())

@@ -101,14 +101,14 @@ async def _decide(h: Housekeeping, info: CheckpointInfo, entry: PlanEntry, plan_
         assert entry.not_before is not None
         data["not_before"] = utc_text(entry.not_before)
     kind = "expired" if entry.action == "expire" else "revived"
-    reach(f"expire.before-{kind}")
+    reach("expire.before-record")
     try:
         await append(h.tiers.authority.storage, info.attempt, kind, data, clock=h.clock, after=info.records[-1].seq)
     except (ConflictError, RefusedError) as error:
         return f"something else was decided meanwhile: {error.message}"
     except NotFoundError as error:
         return f"its log is gone: {error.message}"
-    reach(f"expire.after-{kind}")
+    reach("expire.after-record")
     return ""
 
 
