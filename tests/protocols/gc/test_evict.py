@@ -16,6 +16,7 @@ from tierstore.errors import LockedError, NotFoundError, RefusedError
 from tierstore.format.record import Record
 from tierstore.names import MANIFEST, OBJECTS, Attempt
 from tierstore.tiers.decisions import hold, release
+from tierstore.tiers.gc.deleting import Remover, find
 from tierstore.tiers.gc.evict import decide_eviction, evict
 from tierstore.tiers.leases import hold_lease
 from tierstore.tiers.log import append, read_log
@@ -247,6 +248,19 @@ def test_an_eviction_that_was_interrupted_is_continued_also_for_a_zombies_late_f
         again = await world.collect()
         assert {(f.tier, f.files) for f in again.freed} == {("far", 2), ("node", 2)}
         assert world.left(only, ["far", "node"]) == {"node": [f".log/{only.name}/evicted.json"]}
+
+    run(work())
+
+
+def test_a_collector_that_died_before_it_recorded_the_end_of_an_eviction_is_continued(tmp_path: Path) -> None:
+    async def work() -> None:
+        world = World(tmp_path)
+        (only,) = await world.save(1)
+        job = await decide_eviction(world.h(), only, world.tiers.get("far"), "test")
+        assert await Remover(world.h(), 1).remove([await find(world.h(), job)]) == [None]  # and then it dies
+        assert world.files("far", only) == []
+        assert (await world.collect()).freed == ()
+        assert (await kinds(world, only))[-2:] == ["evicting", "evicted"]
 
     run(work())
 

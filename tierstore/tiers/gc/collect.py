@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime, timezone
 from typing import Any, TypeVar
 
 from tierstore.errors import ConflictError, NotFoundError, RefusedError, TierStoreError
@@ -26,6 +27,7 @@ from tierstore.tiers.gc.reports import CollectReport, Failed, Freed, Tended
 from tierstore.tiers.gc.sweep import decide_sweep, names_to_record, read_swept, readers_of, sweep_job, to_trim
 from tierstore.tiers.leftovers import sweep_leftovers
 from tierstore.tiers.log import read_log
+from tierstore.tiers.log_facts import fold
 from tierstore.tiers.retention import PlanEntry, Reason
 from tierstore.tiers.tier import Tier
 from tierstore.tiers.together import together
@@ -108,7 +110,7 @@ async def _collect(
 
 def _as_due(situation: Situation) -> Situation:
     """The same with every undelete window over; what protects a checkpoint protects it still."""
-    long_ago = situation.at.replace(year=1970)
+    long_ago = datetime(1970, 1, 1, tzinfo=timezone.utc)
     checkpoints = tuple(
         replace(info, expired=replace(info.expired, not_before=long_ago)) if info.expired is not None else info
         for info in situation.catalog.checkpoints
@@ -157,12 +159,7 @@ class _Collecting:
     async def finish_evictions(self) -> None:
         """Removes what is left on tiers that have dropped, or are dropping, their copy."""
         own = {tier.name: tier for tier in self._own}
-        left = [
-            (i, own[name])
-            for i in self._seen.catalog.checkpoints
-            for name, state in i.replicas.items()
-            if state == "evicting" and name in own
-        ]
+        left = [(i, own[name]) for i in self._seen.catalog.checkpoints for name in _unfinished(i) if name in own]
         for some in _parts(left):
             found = await together(lambda item: self._continued(*item), some, at_once=_AT_ONCE)
             await self._evict([job for job in found if job is not None])
@@ -344,6 +341,12 @@ class _Collecting:
             log.warning("tier=%s checkpoint=%s not collected: %s", tier or self._h.tiers.authority.name, attempt.folder, error.message)
             self.failed.append(Failed(attempt=attempt, tier=tier, error=error))
         return None
+
+
+def _unfinished(info: CheckpointInfo) -> list[str]:
+    """The tiers from which a copy is not gone yet, or is, and nobody has recorded it."""
+    shown = {name for name, state in info.replicas.items() if state == "evicting"}
+    return sorted(shown | (fold(info.records).evicting if info.dropped else frozenset()))
 
 
 async def _true(work: Coroutine[Any, Any, None]) -> bool:

@@ -100,9 +100,9 @@ class Situation:
 
     @property
     def in_use(self) -> Mapping[Attempt, Reason]:
-        """What is not to go for somebody uses it: what the process protects, and what is read under a lease."""
+        """What is not to go for somebody uses it: what the process protects; and what is read under a lease, which says more."""
         leased = {attempt: Reason(kind="leased", text=f"read by {seen[0].holder}") for attempt, seen in self.leases.items() if seen}
-        return {**leased, **self.protected}
+        return {**self.protected, **leased}
 
 
 async def look(h: Housekeeping) -> Situation:

@@ -33,7 +33,7 @@ async def decide_sweep(h: Housekeeping, info: CheckpointInfo, reasons: Sequence[
     """Appends ``swept``, with the names that only the manifest knows, unless anything was decided since the plan was made.
 
     Raises:
-        ConflictError: The log has grown: a pin, a hold, a late metric may keep it.
+        ConflictError: The log has grown: a pin, a hold, a late metric may keep it. Or this process has begun to use it.
         RefusedError: It was swept meanwhile, or is not expired by its log.
         IntegrityError, NotFoundError: Its log can't be read.
         StorageError: The manifest or the log can't be read or written; the next run decides again.
@@ -43,6 +43,8 @@ async def decide_sweep(h: Housekeeping, info: CheckpointInfo, reasons: Sequence[
 
     def allow(records: Sequence[Record]) -> bool:
         facts = fold(records)
+        if (used := h.protected().get(info.attempt)) is not None:
+            raise ConflictError(f"step {info.step} of run {info.run!r} is in use now: {used.text}", run=info.run, step=info.step)
         return facts.expired is not None and not facts.pins and not any(lasts(h, hold) for hold in facts.holds)
 
     reach("sweep.before-swept")
