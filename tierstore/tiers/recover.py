@@ -20,7 +20,6 @@ from tierstore.tiers.copies import copy_payload, record_replica
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.locks import RunLock, lock_path
 from tierstore.tiers.log import parse_record
-from tierstore.tiers.log_facts import fold
 from tierstore.tiers.promote import ReconcileReport, pending, reconcile
 from tierstore.tiers.tier import Tier, Tiers, ensure_tier
 from tierstore.tiers.view import AttemptView, further, observe, staging
@@ -144,14 +143,9 @@ async def _rebuild(context: CopyContext, info: CheckpointInfo, *, dry_run: bool)
 
 async def _as_the_copies_tell(tiers: Tiers, info: CheckpointInfo) -> AttemptView:
     """The attempt with the replicas' copies of the log in place of the authority's, and every complete replica as a source."""
-    view = await observe(tiers, info.attempt, world_size=info.world_size)
-    facts = fold(info.records)
+    view = await observe(tiers, info.attempt, world_size=info.world_size, records=info.records)
     found = {t.name: info.records[0] for t in further(tiers) if info.replicas.get(t.name) == "complete"}
-    return replace(
-        view,
-        records=info.records,
-        log=replace(facts, replicated={**facts.replicated, **found}),
-    )
+    return replace(view, log=replace(view.log, replicated={**view.log.replicated, **found}))
 
 
 async def _raw_record(tiers: Tiers, attempt: Attempt, record: Record) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tierstore.errors import IntegrityError, NotFoundError, StorageError
@@ -63,8 +63,14 @@ class AttemptView:
         return frozenset(self.receipts.get(tier, {}))
 
 
-async def observe(tiers: Tiers, attempt: Attempt, *, world_size: int | None = None) -> AttemptView:
+async def observe(tiers: Tiers, attempt: Attempt, *, world_size: int | None = None, records: Sequence[Record] | None = None) -> AttemptView:
     """Looks at one attempt on the staging tiers and the authority (further tiers are known from the authority's log).
+
+    Args:
+        tiers: The store's tiers.
+        attempt: What to look at.
+        world_size: How many ranks save together, where the caller knows.
+        records: Its log, where the authority has lost it; None: the authority's.
 
     Raises:
         StorageError: The authority can't be read. A staging tier that can't be read is passed over with a warning: what it holds
@@ -73,7 +79,7 @@ async def observe(tiers: Tiers, attempt: Attempt, *, world_size: int | None = No
     nodes = staging(tiers)
     looks = [_look(tier, attempt) for tier in nodes]
     found = await asyncio.gather(*looks)
-    records = await read_log(tiers.authority.storage, attempt)
+    records = await read_log(tiers.authority.storage, attempt) if records is None else tuple(records)
     state = fold(records)
     parts: frozenset[int] = frozenset()
     if state.fate is None:
