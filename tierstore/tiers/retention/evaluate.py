@@ -23,7 +23,8 @@ from tierstore.units import format_some
 __all__ = ["evaluate"]
 
 _NO_RULE = Reason(kind="no-rule", text="no rule matched")
-_UNJUDGED = ("damaged", "authority-lost", "unusable")
+_UNJUDGED = ("damaged", "authority-lost", "unusable", "successor-unusable")
+_WORSE_OFF = ("successor-unusable", "which can't be loaded, or has no copy that counts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +115,7 @@ def _check(checkpoints: Sequence[CheckpointInfo], policy: RetentionConfig, now: 
 def _aside(ordered: Sequence[CheckpointInfo], tiers: Sequence[TierFacts]) -> dict[Attempt, Reason]:
     """Those that take no place in the rules: what can't be read or used, and what a later attempt at the same step replaced.
 
-    A superseded attempt only counts as one while the attempt that replaced it can be loaded, and is not worse off in counted copies.
+    A superseded attempt only goes while the attempt that replaced it can be loaded, and is not worse off in counted copies.
     """
     aside: dict[Attempt, Reason] = {}
     winners: dict[int, CheckpointInfo] = {}
@@ -129,16 +130,16 @@ def _aside(ordered: Sequence[CheckpointInfo], tiers: Sequence[TierFacts]) -> dic
         if info.attempt in aside:
             continue
         winner = winners.get(info.step) if info.superseded else None
-        if winner is not None and _replaces(winner, info, tiers):
-            aside[info.attempt] = Reason(kind="superseded", text=f"superseded by {winner.attempt.save_id}, a later attempt at this step")
+        if winner is not None and winner.attempt > info.attempt:
+            kind, note = ("superseded", "a later attempt at this step") if _replaces(winner, info, tiers) else _WORSE_OFF
+            aside[info.attempt] = Reason(kind=kind, text=f"superseded by {winner.attempt.save_id}, {note}")
         elif not info.usable:
             aside[info.attempt] = Reason(kind="unusable", text="no tier that was reached has a complete copy")
     return aside
 
 
 def _replaces(winner: CheckpointInfo, info: CheckpointInfo, tiers: Sequence[TierFacts]) -> bool:
-    better = bool(counted_copies(winner, tiers)) or not counted_copies(info, tiers)
-    return winner.attempt > info.attempt and winner.usable and better
+    return winner.usable and (bool(counted_copies(winner, tiers)) or not counted_copies(info, tiers))
 
 
 def _by_rules(ranked: Sequence[CheckpointInfo], policy: RetentionConfig, future: Collection[Attempt]) -> dict[Attempt, list[Reason]]:
