@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import datetime, timezone
 from typing import Protocol
 
 __all__ = ["Clock", "SystemClock", "parse_utc", "utc_text"]
+
+_WRITTEN = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\.[0-9]{6}Z")
 
 
 class Clock(Protocol):
@@ -38,4 +41,6 @@ def utc_text(at: datetime) -> str:
 
 def parse_utc(text: str) -> datetime:
     """Reads what `utc_text` wrote; raises ValueError on anything else."""
+    if _WRITTEN.fullmatch(text):  # many times faster than strptime, of which a long catalog has many
+        return datetime.fromisoformat(f"{text[:-1]}+00:00")
     return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=timezone.utc)

@@ -44,6 +44,7 @@ TMP = ".tmp"
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # Crockford base 32, as ULIDs use it
 _FOLDER = re.compile(r"step-(\d{10,15})-([0-7][0-9A-HJKMNP-TV-Z]{25})")
 _SEGMENT = re.compile(r"[A-Za-z0-9_=+,@%][A-Za-z0-9._=+,@%-]*")
+_PLAIN = re.compile(r"\.?[A-Za-z0-9_=+,@%-][A-Za-z0-9._=+,@%-]*(?:/\.?[A-Za-z0-9_=+,@%-][A-Za-z0-9._=+,@%-]*)*")  # nearly all paths
 _LOG_PATH = re.compile(r"(?P<run>.+)/\.log/(?P<folder>step-[^/]+)/(?P<leaf>[^/]+)")
 MAX_STEP = 10**15 - 1
 
@@ -89,6 +90,9 @@ class Attempt:
     run: str
     step: int
     save_id: str
+
+    def __hash__(self) -> int:
+        return hash(self.save_id)  # which differs wherever attempts differ; a catalog asks very often
 
     @property
     def name(self) -> str:
@@ -174,6 +178,8 @@ def check_relative(path: str) -> str:
     Raises:
         FormatError: The name came from outside and must not be followed.
     """
+    if isinstance(path, str) and len(path) <= 255 and _PLAIN.fullmatch(path):
+        return path
     if (
         not isinstance(path, str)
         or not 0 < len(path.encode("utf-8", "replace")) <= 900

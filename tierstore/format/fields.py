@@ -42,7 +42,7 @@ class Fields:
 
     def text(self, field: str, *, max_chars: int = 1000, pattern: re.Pattern[str] | None = None) -> str:
         value = self.get(field)
-        if not isinstance(value, str) or len(value) > max_chars or any(0xD800 <= ord(c) <= 0xDFFF for c in value):
+        if not isinstance(value, str) or len(value) > max_chars or not (value.isascii() or _is_unicode(value)):
             raise self.error(field, f"is not a text of at most {max_chars} characters")
         if pattern is not None and not pattern.fullmatch(value):
             raise self.error(field, f"has the malformed value {value[:100]!r}")
@@ -104,3 +104,8 @@ class Fields:
         if not isinstance(value, dict):
             raise self.error(field, "holds something that is not an object")
         return Fields(what=f"{self.what}: {field}", body=value)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it has no lone surrogates."""
+    return not any(0xD800 <= ord(c) <= 0xDFFF for c in text)

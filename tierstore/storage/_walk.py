@@ -35,10 +35,14 @@ def stat_file(tree: Tree, path: str) -> FileInfo:
     return _info(path, facts)
 
 
-def _entries(tree: Tree, folder: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """The entries of a folder with their paths, without temporaries and names that are not ours to give; none if it is gone."""
+def _entries(tree: Tree, folder: str, *, inside: bool = False) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """The entries of a folder with their paths, without temporaries and names that are not ours to give; none if it is gone.
+
+    `inside`: it was found by listing a folder inside the root, and is no link.
+    """
     try:
-        scan = os.scandir(tree.inside(f"{tree.root}/{folder}") if folder else tree.root)
+        full = f"{tree.root}/{folder}" if folder else tree.root
+        scan = os.scandir(full if inside or not folder else tree.inside(full))
     except (FileNotFoundError, NotADirectoryError):
         return
     with scan:
@@ -72,7 +76,8 @@ def list_files(tree: Tree, folder: str) -> list[FileInfo]:
     found = []
     pending = [folder]
     while pending:
-        for path, entry in _entries(tree, pending.pop()):
+        at = pending.pop()
+        for path, entry in _entries(tree, at, inside=at is not folder):
             if entry.is_dir(follow_symlinks=False):
                 pending.append(path)
             elif (info := _file(tree, path, entry)) is not None:

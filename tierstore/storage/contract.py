@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-__all__ = ["Capabilities", "FileInfo", "Listing", "Source", "Storage"]
+__all__ = ["Capabilities", "FileInfo", "Listing", "ReadsEach", "Source", "Storage"]
 
 
 class Source(Protocol):
@@ -139,3 +139,11 @@ class Storage(Protocol):
 
     async def close(self) -> None:
         """Ends clients and pools; idempotent."""
+
+
+@runtime_checkable
+class ReadsEach(Protocol):
+    """Beyond the contract: a storage that reads many small files for the price of one call. Who has very many to read asks for it."""
+
+    async def read_each(self, paths: Sequence[str]) -> list[bytes | Exception]:
+        """The files, whole; in the place of one that can't be read stands the error that `Storage.read` would raise."""

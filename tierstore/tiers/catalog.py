@@ -199,8 +199,13 @@ def _supersede(found: Sequence[CheckpointInfo]) -> tuple[CheckpointInfo, ...]:
         if not info.damaged:
             step = info.attempt.step
             winners[step] = max(winners.get(step, info.attempt), info.attempt)
-    ordered = sorted(found, key=lambda c: c.attempt)
-    return tuple(replace(c, superseded=c.attempt.step in winners and winners[c.attempt.step] > c.attempt) for c in ordered)
+    ordered = sorted(found, key=lambda c: (c.attempt.step, c.attempt.save_id))
+
+    def is_superseded(attempt: Attempt) -> bool:
+        winner = winners.get(attempt.step)
+        return winner is not None and winner.save_id > attempt.save_id
+
+    return tuple(replace(c, superseded=True) if is_superseded(c.attempt) else c for c in ordered)
 
 
 def _warn_unusable(catalog: Catalog, cache: RecordCache) -> Catalog:

@@ -11,17 +11,18 @@ from typing import Any
 from tierstore.errors import IntegrityError, NotFoundError, TierStoreError
 from tierstore.format.record import Record
 from tierstore.names import EVICTED, Attempt, log_root
-from tierstore.storage.contract import FileInfo
+from tierstore.storage.contract import FileInfo, ReadsEach
 from tierstore.tiers.log import parse_record, record_seq, swept_in
 from tierstore.tiers.record_cache import RecordCache
 from tierstore.tiers.tier import Tier, Tiers, recheck
 from tierstore.tiers.together import together
 
-__all__ = ["TierListing", "list_tier", "read_records", "runs"]
+__all__ = ["Names", "TierListing", "list_tier", "read_records", "runs"]
 
 log = logging.getLogger(__name__)
 
 _MAX_DEPTH = 16
+_BATCH = 128
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,19 +52,35 @@ class TierListing:
         return swept_in(r for r in self.read.get(attempt, {}).values() if isinstance(r, Record)) is not None
 
 
-async def list_tier(tier: Tier, run: str, *, staging: bool) -> TierListing:
+class Names:
+    """The attempts of one run by their folders' names, each parsed once, however many tiers and records show it."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self._known: dict[str, Attempt | None] = {}
+
+    def parse(self, name: str) -> Attempt | None:
+        """The attempt, or None where the name is not of our grammar."""
+        try:
+            return self._known[name]
+        except KeyError:
+            found = self._known[name] = Attempt.parse(self.run, name)
+            return found
+
+
+async def list_tier(tier: Tier, run: str, names: Names, *, staging: bool) -> TierListing:
     """Lists a run's logs and its folder on a tier; `staging`: it is one before the authority, which has receipts and markers."""
     looks: list[Callable[[], Awaitable[Any]]] = [lambda: tier.storage.list(log_root(run)), lambda: tier.storage.children(run)]
     logs, level = await together(lambda look: look(), looks)
     listing = TierListing(tier=tier)
-    _file_logs(listing, run, logs, staging=staging)
-    folders = {folder.rpartition("/")[2] for folder in level.folders}
-    if any(0 in seqs and attempt.name not in folders for attempt, seqs in listing.records.items()):
+    await asyncio.to_thread(_file_logs, listing, len(log_root(run)) + 1, names, logs, staging=staging)
+    folders = {names.parse(folder.rpartition("/")[2]) for folder in level.folders}
+    if any(0 in seqs and attempt not in folders for attempt, seqs in listing.records.items()):
         # Made between the two listings, or gone for good: a checkpoint must not seem to lie nowhere because its folder was listed first.
         level = await tier.storage.children(run)
     for folder in level.folders:
         name = folder.rpartition("/")[2]
-        attempt = Attempt.parse(run, name)
+        attempt = names.parse(name)
         if attempt is not None:
             listing.folders.add(attempt)
         elif name.startswith("step-"):
@@ -72,14 +89,10 @@ async def list_tier(tier: Tier, run: str, *, staging: bool) -> TierListing:
     return listing
 
 
-def _file_logs(listing: TierListing, run: str, logs: Iterable[FileInfo], *, staging: bool) -> None:
-    root = len(log_root(run)) + 1
-    attempts: dict[str, Attempt | None] = {}
+def _file_logs(listing: TierListing, root: int, names: Names, logs: Iterable[FileInfo], *, staging: bool) -> None:
     for info in logs:
         name, _, leaf = info.path[root:].partition("/")
-        if name not in attempts:
-            attempts[name] = Attempt.parse(run, name)
-        attempt = attempts[name]
+        attempt = names.parse(name)
         if attempt is None:
             listing.foreign.append(info.path)
         elif (seq := record_seq(leaf)) is not None:
@@ -138,7 +151,38 @@ async def _read(listing: TierListing, wanted: Iterable[tuple[Attempt, int]], cac
             cache.put(listing.tier.name, info, record)
         listing.read.setdefault(attempt, {})[seq] = record
 
-    await together(one, missing)
+    storage = listing.tier.storage
+    each = storage.read_each if isinstance(storage, ReadsEach) else None
+
+    async def batch(items: list[tuple[Attempt, int, FileInfo]]) -> None:
+        assert each is not None
+        found = await each([info.path for _, _, info in items])
+        records = await asyncio.to_thread(_parse_each, [(data, info.path, seq) for data, (_, seq, info) in zip(found, items, strict=True)])
+        again = []
+        for (attempt, seq, info), record in zip(items, records, strict=True):
+            if record is None:
+                again.append((attempt, seq, info))
+            else:
+                cache.put(listing.tier.name, info, record)
+                listing.read.setdefault(attempt, {})[seq] = record
+        for item in again:
+            await one(item)
+
+    if each is not None:
+        await together(batch, [missing[at : at + _BATCH] for at in range(0, len(missing), _BATCH)], at_once=2)
+    else:
+        await together(one, missing)
+
+
+def _parse_each(read: Iterable[tuple[bytes | Exception, str, int]]) -> list[Record | None]:
+    """The records, and None for what could not be read or parsed: that is looked at one by one."""
+    records: list[Record | None] = []
+    for data, path, seq in read:
+        try:
+            records.append(parse_record(data, path, seq) if isinstance(data, bytes) else None)
+        except IntegrityError:
+            records.append(None)
+    return records
 
 
 async def _read_record(tier: Tier, path: str, seq: int) -> Record:

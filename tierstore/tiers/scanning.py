@@ -11,7 +11,7 @@ from tierstore.errors import IntegrityError, NotFoundError, StorageError, TierSt
 from tierstore.format.record import Record
 from tierstore.names import Attempt
 from tierstore.tiers.checkpoint import CheckpointInfo, IncompleteAttempt, ReplicaState, parse_file_name
-from tierstore.tiers.listing import TierListing, list_tier, read_records
+from tierstore.tiers.listing import Names, TierListing, list_tier, read_records
 from tierstore.tiers.log_facts import LogFacts, fold
 from tierstore.tiers.record_cache import RecordCache
 from tierstore.tiers.tier import Tier, Tiers, recheck
@@ -46,11 +46,12 @@ async def scan_attempts(tiers: Tiers, run: str, cache: RecordCache) -> Scanned:
     """
     scanned = Scanned()
     nodes = {tier.name for tier in staging(tiers)}
+    names = Names(run)
 
     async def view_of(tier: Tier) -> TierListing | None:
         try:
             await recheck(tiers, tier)
-            view = await list_tier(tier, run, staging=tier.name in nodes)
+            view = await list_tier(tier, run, names, staging=tier.name in nodes)
             if tiers.is_authority(tier):
                 await read_records(view, view.records, cache)
             return view
@@ -68,7 +69,7 @@ async def scan_attempts(tiers: Tiers, run: str, cache: RecordCache) -> Scanned:
 
     if authority is not None and _unknown_copies(authority, views):
         try:
-            await _look_again(authority, run, cache)
+            await _look_again(authority, run, names, cache)
         except TierStoreError as error:
             scanned.unreachable[authority.tier.name] = error
             _warn(scanned, cache, f"tier={authority.tier.name} can't be reached and is left out: {error.message}")
@@ -88,10 +89,7 @@ async def scan_attempts(tiers: Tiers, run: str, cache: RecordCache) -> Scanned:
                 _warn(scanned, cache, f"tier={view.tier.name} can't be reached and is left out: {error.message}")
     views = [view for view in views if view.tier.name not in scanned.unreachable]
 
-    undecided: list[Attempt] = []
-    for attempt in sorted({a for view in views for a in view.attempts()}):
-        if not _decide(attempt, authority, views, scanned, cache):
-            undecided.append(attempt)
+    undecided = await asyncio.to_thread(_decide_all, authority, views, scanned, cache)  # many of them would hold up the event loop
     await _describe_undecided(undecided, views, scanned)
     for view in views:
         scanned.foreign.extend(f"{view.tier.name}:{path}" for path in view.foreign)
@@ -105,13 +103,19 @@ def _unknown_copies(authority: TierListing, views: Sequence[TierListing]) -> boo
     )
 
 
-async def _look_again(authority: TierListing, run: str, cache: RecordCache) -> None:
+async def _look_again(authority: TierListing, run: str, names: Names, cache: RecordCache) -> None:
     """Lists the authority once more: it may have committed after its first listing and before a replica's, which is no lost log."""
-    again = await list_tier(authority.tier, run, staging=False)
+    again = await list_tier(authority.tier, run, names, staging=False)
     fresh = [attempt for attempt, seqs in again.records.items() if 0 in seqs and not authority.knows(attempt)]
     authority.folders |= again.folders
     authority.records.update({attempt: again.records[attempt] for attempt in fresh})
     await read_records(authority, fresh, cache)
+
+
+def _decide_all(authority: TierListing | None, views: Sequence[TierListing], scanned: Scanned, cache: RecordCache) -> list[Attempt]:
+    """Files every attempt whose fate some log knows; returns the others."""
+    attempts = sorted({a for view in views for a in view.attempts()}, key=lambda a: (a.step, a.save_id))
+    return [attempt for attempt in attempts if not _decide(attempt, authority, views, scanned, cache)]
 
 
 def _decide(attempt: Attempt, authority: TierListing | None, views: Sequence[TierListing], scanned: Scanned, cache: RecordCache) -> bool:

@@ -19,21 +19,23 @@ async def together(work: Callable[[_T], Awaitable[_R]], items: Iterable[_T], *, 
 
     After a failure nothing new is begun, what runs is waited for, and the first error is raised: no task outlives the call.
     """
-    slots = asyncio.Semaphore(at_once)
+    waiting = list(items)
+    results: list[Any] = [None] * len(waiting)
+    numbers = iter(range(len(waiting)))
     failed = False
 
-    async def one(item: _T) -> _R | None:
+    async def worker() -> None:
         nonlocal failed
-        async with slots:
+        for number in numbers:
             if failed:
-                return None
+                return
             try:
-                return await work(item)
+                results[number] = await work(waiting[number])
             except BaseException:
                 failed = True
                 raise
 
-    tasks = [asyncio.ensure_future(one(item)) for item in items]
+    tasks = [asyncio.ensure_future(worker()) for _ in range(min(at_once, len(waiting)))]  # not one for each of 100,000 items
     try:
         done = await asyncio.gather(*tasks, return_exceptions=True)
     except asyncio.CancelledError:
@@ -42,7 +44,7 @@ async def together(work: Callable[[_T], Awaitable[_R]], items: Iterable[_T], *, 
     for result in done:
         if isinstance(result, BaseException):
             raise result
-    return done  # type: ignore[return-value]  # no failure: every item has its result
+    return results
 
 
 async def only_ours_to_cancel(coro: Coroutine[Any, Any, _R]) -> _R:
