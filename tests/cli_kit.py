@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,13 +66,20 @@ def make_store(folder: Path) -> Path:
     config = folder / "tierstore.yaml"
     config.write_text(CONFIG + "retention: retention.yaml\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tierstore.tiers.opening.open_storage", lambda uri, *_args, **_settings: unsynced(uri))
+        _surround(patch)
         with Session.open(load_config(config)) as session:
             for number, step in enumerate(STEPS):
                 at = NOW - timedelta(minutes=10 + 30 * (len(STEPS) - 1 - number))
                 session.run(_save(session, step, at, loss={11000: 1.75, 10000: 2.5}.get(step, 2.0), copied=step != STEPS[-1]))
             session.run(_broken(session, 12250, NOW - timedelta(days=2)))
     return config
+
+
+def _surround(patch: pytest.MonkeyPatch) -> None:
+    """Storages without fsync, and a host and process of ours in the records: their widths decide how tables are laid out."""
+    patch.setattr("tierstore.tiers.opening.open_storage", lambda uri, *_args, **_settings: unsynced(uri))
+    patch.setattr("tierstore.tiers.log.platform", SimpleNamespace(node=lambda: "node7"))
+    patch.setattr("tierstore.tiers.log.os", SimpleNamespace(getpid=lambda: 4711))
 
 
 async def _save(session: Session, step: int, at: datetime, *, loss: float, copied: bool) -> None:
@@ -132,7 +140,7 @@ class Shell:
 def shell_on(config: Path, monkeypatch: pytest.MonkeyPatch, *, columns: int = 80) -> Shell:
     """A shell whose commands run in this process, without fsync, 80 columns wide, at `NOW`."""
     clock = StillClock()
-    monkeypatch.setattr("tierstore.tiers.opening.open_storage", lambda uri, *_args, **_settings: unsynced(uri))
+    _surround(monkeypatch)
     monkeypatch.setattr("tierstore.cli.options.SystemClock", lambda: clock)
     monkeypatch.setenv("COLUMNS", str(columns))
     return Shell(config=config, clock=clock)

@@ -107,7 +107,9 @@ def _tell_tiers(cli: Cli, info: CheckpointInfo, entry: PlanEntry | None, situati
         if not tier.reachable:
             words = "not reached"
         drop = drops.get(tier.name)
-        following = "" if drop is None else f"stays: {drop.blocked} ({drop.reason.text})" if drop.blocked else f"goes: {drop.reason.text}"
+        following = ""
+        if drop is not None:
+            following = f"stays: {drop.blocked} ({drop.reason.text})" if drop.blocked else f"leaves with the next gc: {drop.reason.text}"
         table.add_row(tier.name, words, "yes" if tier.name in counted else "no", following)
         cli.terminal.emit({"type": "copy", "tier": tier.name, "state": state, "counted": tier.name in counted, "next": following})
     cli.terminal.show("", table)
@@ -223,7 +225,8 @@ async def _audit_of(session: Session, attempt: Attempt) -> list[dict[str, Any]]:
                 lines += _lines_about(attempt, data)
         except StorageError as error:  # it hides its own audit log only
             log.warning("tier=%s its audit log can't be read: %s", tier.name, error.message)
-    return sorted(lines, key=lambda line: str(line.get("at")))
+    order = {name: number for number, name in enumerate(session.tiers.names)}
+    return sorted(lines, key=lambda line: (str(line.get("at")), order.get(str(line.get("tier")), len(order)), str(line.get("why"))))
 
 
 def _lines_about(attempt: Attempt, data: bytes) -> Iterator[dict[str, Any]]:

@@ -108,7 +108,7 @@ def why(entry: PlanEntry, now: datetime) -> str:
         words += [drop.reason.text, f"{plural(len(drop.copies), 'verified durable copy')} elsewhere"]
     if going and not entry.stays:
         words.append(f"leaves {' and '.join(drop.tier for drop in going)} with the next gc")
-    words += [f"{drop.tier}: {drop.reason.text}, but it stays: {drop.blocked}" for drop in entry.drops if drop.blocked and entry.stays]
+    words += [f"{drop.reason.text}, but it stays on {drop.tier}: {drop.blocked}" for drop in entry.drops if drop.blocked and entry.stays]
     if entry.action == "expire" and entry.not_before:
         words.append(f"undelete until {when_text(entry.not_before, now)}")
     if entry.action == "expired" and entry.not_before:
