@@ -106,7 +106,7 @@ class Store:
         self._clock = clock or SystemClock()
         self._given_codecs = codecs
         self._codecs = codecs or default_codecs()
-        self._session = Session.open(config, clock=self._clock)
+        self._session = Session.open(config, clock=self._clock, lost="read")
         self._cadence = Cadence(config.save.every, self._clock, history=lambda: self._catalog().checkpoints)
         self._cache = RecordCache()
         self._worker = Worker(self._session, self.run, rank=rank)
@@ -154,6 +154,7 @@ class Store:
             DeadlineError: The backlog rule is ``block``, memory is full, and no tier has taken what is in it for ``save.patience``; or
                 other ranks did not come within ``save.agreement_timeout``, and are named.
             RankError: Another rank can't save; it and its reason are named. Nothing was begun on any rank, and all of them raise.
+            RefusedError: The authority is empty while other tiers hold checkpoints of the store: unmounted, or lost.
         """
         self._check_usable()
         with self._one_call():
@@ -174,6 +175,7 @@ class Store:
             step = check_step(step)
             _check_if_exists(if_exists)
             facts = facts_of(metrics, tags, final, self._clock)
+            self._session.tiers.check_writable()
             self._worker.raise_errors()
         save_id = propose() if joint is None else ""
         try:
@@ -295,6 +297,7 @@ class Store:
             raise UsageError("a store of several ranks can't adopt", hint="open the store in one process, without rank and world_size")
         _check_if_exists(if_exists)
         facts = facts_of(metrics, tags, final, self._clock)
+        self._session.tiers.check_writable()
         self._worker.raise_errors()
         self._catalog()  # the new save id is to sort after those of other processes
         if if_exists == "refuse":

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from store_kit import open_over, unsynced
 from tiers_kit import SteppedClock, attempt_at, persist_rank, save
 
 from tierstore.config import load_config
@@ -17,7 +18,7 @@ from tierstore.storage.posix import PosixStorage
 from tierstore.tiers.catalog import Catalog, scan
 from tierstore.tiers.log import append, read_log
 from tierstore.tiers.log_facts import fold
-from tierstore.tiers.opening import rejoin
+from tierstore.tiers.opening import LostAuthority, rejoin
 from tierstore.tiers.promote import reconcile
 from tierstore.tiers.recover import recover
 from tierstore.tiers.session import Session
@@ -31,10 +32,10 @@ def quick(tier: TierConfig, config: StoreConfig) -> Storage:
     return PosixStorage(Path(tier.uri), durable=False)
 
 
-def opened(folder: Path, *, create: bool = True, recovering: bool = False) -> Session:
+def opened(folder: Path, *, create: bool = True, lost: LostAuthority = "refuse") -> Session:
     tiers = [{"name": name, "uri": str(folder / name), "scope": "node" if name == "node" else "shared"} for name in NAMES]
     config = load_config({"version": 1, "run": "run", "tiers": tiers})
-    return Session.open(config, clock=SteppedClock(), create=create, recovering=recovering, opener=quick)
+    return Session.open(config, clock=SteppedClock(), create=create, lost=lost, opener=quick)
 
 
 def stored(folder: Path, *steps: int) -> list[Attempt]:
@@ -95,7 +96,7 @@ def test_recover_rebuilds_and_only_then_does_the_authority_belong_to_the_store_a
     stored(tmp_path, 1, 2)
     store_id = (tmp_path / "far" / DESCRIPTOR).read_bytes()
     shutil.rmtree(tmp_path / "shared")
-    with opened(tmp_path, recovering=True) as session:
+    with opened(tmp_path, lost="recover") as session:
         assert session.run(recover(session.tiers, "run", clock=SteppedClock())).ok
         assert not (tmp_path / "shared" / DESCRIPTOR).exists()
         with pytest.raises(RefusedError):
@@ -118,7 +119,7 @@ def test_a_recovery_that_is_interrupted_among_the_records_is_finished_by_the_nex
             path = attempt.record_path(seq)
             session.run(session.tiers.get("far").storage.put(path, session.run(storage.read(path))))
     shutil.rmtree(tmp_path / "shared")
-    with opened(tmp_path, recovering=True) as session:
+    with opened(tmp_path, lost="recover") as session:
         storage = session.tiers.authority.storage
         far = session.tiers.get("far").storage
         path = attempt.record_path(2)
@@ -138,7 +139,7 @@ def test_what_the_authority_had_dropped_on_purpose_comes_back_as_a_log_only(tmp_
         for info in session.run(storage.list(dropped.log_folder)):
             session.run(session.tiers.get("far").storage.put(info.path, session.run(storage.read(info.path))))
     shutil.rmtree(tmp_path / "shared")
-    with opened(tmp_path, recovering=True) as session:
+    with opened(tmp_path, lost="recover") as session:
         report = session.run(recover(session.tiers, "run", clock=SteppedClock()))
         assert report.ok
         assert [(r.attempt, r.nbytes > 0) for r in report.rebuilt] == [(kept, True), (dropped, False)]
@@ -146,3 +147,18 @@ def test_what_the_authority_had_dropped_on_purpose_comes_back_as_a_log_only(tmp_
         assert not (tmp_path / "shared" / dropped.folder).exists()
         assert [(c.authority_lost, "shared" in c.dropped) for c in catalog(session).checkpoints] == [(False, False), (False, True)]
         assert session.run(verify(session.tiers, "run", level="full")).findings == ()
+
+
+def test_a_store_in_python_loads_and_refuses_to_save_before_anything_is_staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer hears of it when it resumes, not hours later."""
+    with open_over(monkeypatch, unsynced, tmp_path) as store:
+        store.save(1, {"step": 1}).wait("durable", timeout=20)
+    shutil.rmtree(tmp_path / "shared")
+    before = files(tmp_path)
+    with open_over(monkeypatch, unsynced, tmp_path) as store:
+        assert store.load() == {"step": 1}
+        for attempted in (lambda: store.save(2, {"step": 2}), store.resume, store.sync):
+            with pytest.raises(RefusedError, match="shared"):
+                attempted()
+    assert files(tmp_path) == before
+    assert not (tmp_path / "shared").exists()

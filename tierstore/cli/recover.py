@@ -31,7 +31,7 @@ def recover(
     Where the authority is empty, all runs are rebuilt, and then it belongs to the store again.
     """
     dry_run = cli.options.dry_run
-    with Session.open(cli.load(), clock=cli.clock, create=not dry_run, recovering=True) as session:
+    with Session.open(cli.load(), clock=cli.clock, create=not dry_run, lost="recover") as session:
         empty = session.run(read_store_id(session.tiers.authority)) is None
         reports = {run: _recover_run(cli, session, run, wait) for run in chosen_runs(session, all_runs=all_runs or empty)}
         if empty and not dry_run:

@@ -26,7 +26,7 @@ from tierstore.storage.tasks import all_or_none
 from tierstore.tiers.lease_watch import LEASE_DOCUMENT, LeaseSeen, LeaseWatch, lease_path, lease_root
 from tierstore.tiers.log import actor_name, new_nonce, read_log, record_seq
 from tierstore.tiers.tier import Tiers, recheck
-from tierstore.tiers.together import only_ours_to_cancel
+from tierstore.tiers.together import happens, only_ours_to_cancel
 
 __all__ = ["Lease", "LeaseSeen", "LeaseWatch", "hold_lease", "lease_path", "lease_root"]
 
@@ -212,10 +212,7 @@ class Lease:
                 self._looked.set()
                 if self._hopeless or self.gone:
                     break
-                try:
-                    await asyncio.wait_for(self._ending.wait(), self._ttl_s / 4)
-                except asyncio.TimeoutError:
-                    continue
+                await happens(self._ending, self._ttl_s / 4)
         except Exception as fault:  # boundary: a fault in the program must not end what is being read
             self._fail(fault)
             log.exception("checkpoint=%s the lease ended unexpectedly", self.attempt.folder)
@@ -253,6 +250,7 @@ class Lease:
 
     async def _take(self) -> None:
         """Makes the lease, then looks at the log; the order is what holds."""
+        self._tiers.check_writable()
         await recheck(self._tiers, self._tiers.authority)
         self._id = new_nonce()  # another name: a collector may be about to remove the one before
         self._confirmed = False

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from tierstore.config_models import StoreConfig, TierConfig
 from tierstore.errors import (
@@ -31,9 +32,16 @@ from tierstore.tiers.log import record_seq
 from tierstore.tiers.tier import Outage, Tier, Tiers, make_descriptor, read_store_id, wrong_store
 from tierstore.units import format_some
 
-__all__ = ["Opener", "default_opener", "open_tiers", "rejoin"]
+__all__ = ["LostAuthority", "Opener", "default_opener", "open_tiers", "rejoin"]
 
 log = logging.getLogger(__name__)
+
+LostAuthority = Literal["refuse", "read", "recover"]
+"""What to do where the authority is empty while other tiers hold checkpoints of the store.
+
+``refuse``: don't open it. ``read``: open it, but write nothing: `Tiers.check_writable` says why. ``recover``: write all the same; the
+authority gets no descriptor yet: `rejoin` gives it one when what it has lost is rebuilt.
+"""
 
 Opener = Callable[[TierConfig, StoreConfig], Storage]
 """Makes a tier's storage; no I/O."""
@@ -52,15 +60,14 @@ def default_opener(tier: TierConfig, config: StoreConfig) -> Storage:
     )
 
 
-async def open_tiers(config: StoreConfig, *, create: bool = True, recovering: bool = False, opener: Opener = default_opener) -> Tiers:
+async def open_tiers(config: StoreConfig, *, create: bool = True, lost: LostAuthority = "refuse", opener: Opener = default_opener) -> Tiers:
     """Opens all tiers and checks that they belong to one store.
 
     Args:
         config: The configuration.
         create: True: for writing. The authority and the nearest tier must work, descriptors are made where there are none, and
             create-if-absent is tried on the authority. False: nothing is written anywhere.
-        recovering: An authority that is empty while other tiers hold checkpoints of the store is no reason to refuse. It gets no
-            descriptor yet: `rejoin` gives it one when what it has lost is rebuilt.
+        lost: What to do for writing where the authority is empty while other tiers hold checkpoints of the store.
         opener: Makes a tier's storage.
 
     Raises:
@@ -86,14 +93,14 @@ async def open_tiers(config: StoreConfig, *, create: bool = True, recovering: bo
         if each.codec != "raw" and create:
             log.warning("tier=%s codec=%s is not implemented yet: shards are written there uncompressed", each.name, each.codec)
     try:
-        return await _join(config, tiers, create=create, recovering=recovering)
+        return await _join(config, tiers, create=create, lost=lost)
     except BaseException:
         for tier in tiers:
             await tier.storage.close()
         raise
 
 
-async def _join(config: StoreConfig, tiers: tuple[Tier, ...], *, create: bool, recovering: bool) -> Tiers:
+async def _join(config: StoreConfig, tiers: tuple[Tier, ...], *, create: bool, lost: LostAuthority) -> Tiers:
     by_name = {tier.name: tier for tier in tiers}
     authority = by_name[config.authority.name]
     must_work = {authority.name, tiers[0].name} if create else set()
@@ -130,9 +137,11 @@ async def _join(config: StoreConfig, tiers: tuple[Tier, ...], *, create: bool, r
                 hint="check the paths and URIs; a store is made by the first save",
             )
         store_id = secrets.token_hex(16)
-    lost = authority.name in found and found[authority.name] is None and any(found.values())
-    if lost:
-        await _look_at_lost_authority(authority, [t for t in tiers if found.get(t.name)], store_id, refuse=create and not recovering)
+    refusal = None
+    if authority.name in found and found[authority.name] is None and any(found.values()):
+        refusal = await _look_at_lost_authority(authority, [t for t in tiers if found.get(t.name)], store_id)
+    if refusal is not None and create and lost == "refuse":
+        raise refusal
 
     opened = Tiers(
         tiers=tiers,
@@ -141,17 +150,19 @@ async def _join(config: StoreConfig, tiers: tuple[Tier, ...], *, create: bool, r
         store_id=store_id,
         outages=outages,
         scratch_nbytes=config.io.max_scratch,
+        refusal=None if lost == "recover" else refusal,
     )
-    return await _make(opened, found, must_work, wait=lost and recovering) if create else opened
+    if not create or opened.refusal is not None:
+        return opened
+    return await _make(opened, found, must_work, wait=refusal is not None)
 
 
-async def _look_at_lost_authority(authority: Tier, others: Sequence[Tier], store_id: str, *, refuse: bool) -> None:
+async def _look_at_lost_authority(authority: Tier, others: Sequence[Tier], store_id: str) -> RefusedError | None:
     """An authority without a descriptor, in a store that has one elsewhere: an unmounted disk, an emptied bucket, or nothing yet.
 
-    To write there would put a new log beside the old one, below a mount point in the worst case.
-
-    Raises:
-        RefusedError: Another tier holds checkpoints: it was an authority, and is not any more.
+    Returns:
+        Why nothing may be written: another tier holds checkpoints, so that it was an authority, and is not any more. To write there would
+        begin a new log beside the old one, below a mount point in the worst case. None where nothing was committed yet.
     """
     holding: dict[str, set[str]] = {}
     for tier in others:
@@ -164,16 +175,18 @@ async def _look_at_lost_authority(authority: Tier, others: Sequence[Tier], store
             log.debug("tier=%s can't be looked at: %s", tier.name, error.message)
     if not holding:
         log.warning("tier=%s has no descriptor, but other tiers belong to the store %s", authority.name, store_id)
-        return
-    lost = sorted(set().union(*holding.values()))
+        return None
+    held = format_some(sorted(set().union(*holding.values())), 4)
     what = (
         f"tier {authority.name!r} at {authority.uri}, which decides what is committed, is empty, but {', '.join(holding)} "
-        f"{'hold' if len(holding) > 1 else 'holds'} checkpoints of this store (run {format_some(lost, 4)})"
+        f"{'hold' if len(holding) > 1 else 'holds'} checkpoints of this store (run {held})"
     )
-    hint = "is it mounted, and the right folder or bucket? If it is really lost, `tierstore recover` makes it anew and rebuilds its log"
-    if refuse:
-        raise RefusedError(what, hint=hint, tier=authority.name, store_id=store_id)
+    hint = (
+        "is it mounted, and the right folder or bucket? If it is really lost, `tierstore recover` makes it anew and rebuilds its log; "
+        "until then what other tiers hold can be loaded, and nothing can be saved"
+    )
     log.warning("%s: %s", what, hint)
+    return RefusedError(what, hint=hint, tier=authority.name, store_id=store_id)
 
 
 async def _has_commits(tier: Tier, run: str) -> bool:

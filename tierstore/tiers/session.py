@@ -15,7 +15,7 @@ from tierstore.errors import ClosedError, TierStoreError
 from tierstore.storage.loop import EventLoop
 from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.leased import Leases, lease_ttl_s
-from tierstore.tiers.opening import Opener, default_opener, open_tiers
+from tierstore.tiers.opening import LostAuthority, Opener, default_opener, open_tiers
 from tierstore.tiers.replica import Replica
 from tierstore.tiers.tier import Tiers
 
@@ -54,7 +54,7 @@ class Session:
         *,
         clock: Clock | None = None,
         create: bool = True,
-        recovering: bool = False,
+        lost: LostAuthority = "refuse",
         opener: Opener = default_opener,
     ) -> Session:
         """Opens a store's tiers.
@@ -64,7 +64,7 @@ class Session:
             clock: For tests.
             create: Open for writing: the authority and the nearest tier must work, and descriptors are made where there are none.
                 False opens for reading: nothing is written, and tiers that can't be reached are left out with a warning.
-            recovering: Also where the authority is empty and other tiers hold checkpoints: for `recover`, which rebuilds it.
+            lost: What to do where the authority is empty and other tiers hold checkpoints.
             opener: Makes a tier's storage from its configuration; for tests.
 
         Raises:
@@ -75,7 +75,7 @@ class Session:
         clock = clock or SystemClock()
         loop = EventLoop()
         try:
-            tiers = loop.run(open_tiers(config, create=create, recovering=recovering, opener=opener))
+            tiers = loop.run(open_tiers(config, create=create, lost=lost, opener=opener))
         except BaseException:
             loop.close()
             raise

@@ -14,6 +14,7 @@ from tierstore.errors import (
     ConflictError,
     IntegrityError,
     NotFoundError,
+    RefusedError,
     StorageError,
     TierStoreError,
     UsageError,
@@ -72,7 +73,7 @@ class Tiers:
 
     `outages` names the tiers that did not answer when the store was opened. Their descriptor has not been checked yet: `ensure_tier`
     does so before anything is written there, and takes them off the list. `scratch_nbytes` is memory that one load may use beside what
-    it fills.
+    it fills. `refusal`: why nothing may be written, where that is so.
     """
 
     tiers: tuple[Tier, ...]
@@ -81,6 +82,16 @@ class Tiers:
     store_id: str
     outages: dict[str, Outage] = field(default_factory=dict)
     scratch_nbytes: int = BUDGET_NBYTES
+    refusal: RefusedError | None = None
+
+    def check_writable(self) -> None:
+        """For who is about to write.
+
+        Raises:
+            RefusedError: The authority is empty, though other tiers hold checkpoints: is it mounted?
+        """
+        if self.refusal is not None:
+            raise RefusedError(self.refusal.message, hint=self.refusal.hint, **self.refusal.context)
 
     @property
     def nearest(self) -> Tier:

@@ -100,8 +100,10 @@ class Worker:
 
         Raises:
             DeadlineError: No room within `timeout_s` seconds.
+            RefusedError: Nothing may be written: the authority has lost what it decided about.
         """
         self._check_usable()
+        self._session.tiers.check_writable()
         self._queue.make_room(nbytes, timeout_s=timeout_s)
 
     def submit(self, job: SaveJob, *, timeout_s: float | None = None) -> Ticket:
@@ -224,6 +226,7 @@ class Worker:
         return self._lock
 
     def _start(self) -> Engine:
+        self._session.tiers.check_writable()
         with self._starting:
             if self._engine is None:
                 tiers = self._session.tiers
