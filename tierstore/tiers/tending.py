@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,11 +20,14 @@ from tierstore.tiers.catalog import Catalog
 from tierstore.tiers.gc.housekeeping import Housekeeping
 from tierstore.tiers.gc.reports import Tended
 from tierstore.tiers.locks import RunLock
-from tierstore.tiers.together import only_ours_to_cancel
+from tierstore.tiers.together import happens, only_ours_to_cancel
 
 __all__ = ["HousekeepingStatus", "Tending"]
 
 log = logging.getLogger(__name__)
+
+_NUMBERS = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
+"""Counts, steps, and the names of plans: where nothing else differs, it is the same trouble."""
 
 Tend = Callable[[Housekeeping], Coroutine[Any, Any, Tended]]
 """One round: decide, then free."""
@@ -82,11 +86,8 @@ class Tending:
     async def run(self) -> None:
         """Works until cancelled."""
         while True:
-            try:
-                await asyncio.wait_for(self._due.wait(), self.every_s)
-            except asyncio.TimeoutError:
-                if self.housekeeping.policy is None:
-                    continue
+            if not await happens(self._due, self.every_s) and self.housekeeping.policy is None:
+                continue
             while self.housekeeping.busy():
                 self._quiet.clear()
                 await self._quiet.wait()
@@ -146,7 +147,7 @@ class Tending:
         """Notes a round's end; trouble is said when it is new, and when it has passed."""
         before = self.status.trouble
         self.status = replace(self.status, last_run=self.housekeeping.clock.now(), trouble=trouble)
-        if trouble and trouble != before and not said:
+        if trouble and _NUMBERS.sub("", trouble) != _NUMBERS.sub("", before) and not said:
             log.warning("run=%s housekeeping: %s", self.housekeeping.run, trouble)
         elif before and not trouble:
             log.warning("run=%s housekeeping works again", self.housekeeping.run)

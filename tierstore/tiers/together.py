@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from tierstore.errors import TemporaryError
 
-__all__ = ["only_ours_to_cancel", "together"]
+__all__ = ["happens", "only_ours_to_cancel", "together"]
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -45,6 +45,20 @@ async def together(work: Callable[[_T], Awaitable[_R]], items: Iterable[_T], *, 
         if isinstance(result, BaseException):
             raise result
     return results
+
+
+async def happens(event: asyncio.Event, within_s: float) -> bool:
+    """Waits until `event` is set, `within_s` seconds at most; returns whether it is.
+
+    Before Python 3.12 `asyncio.wait_for` swallows a cancellation that comes at the same moment as the event: a task that waits in a
+    loop would then never end.
+    """
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({waiting}, timeout=within_s)
+    finally:
+        waiting.cancel()
+    return event.is_set()
 
 
 async def only_ours_to_cancel(coro: Coroutine[Any, Any, _R]) -> _R:
