@@ -140,6 +140,7 @@ class _Collecting:
         self._dry_run = dry_run
         self._remover = Remover(h, situation.catalog.known)
         self._own = tuple(tier for tier in h.own if tier.name not in situation.catalog.unreachable)
+        self._own_names = {tier.name for tier in self._own}
         self._nodes = {tier.name for tier in staging(h.tiers)}
 
     # ---- what was decided before
@@ -315,15 +316,14 @@ class _Collecting:
 
     async def leftovers(self) -> dict[str, tuple[str, ...]]:
         """Removes what dead processes left on the tiers that are ours to work on."""
-        names = {tier.name for tier in self._own}
-        found = await sweep_leftovers(self._h.tiers, only=names, upload_grace_s=self._h.gc.multipart_grace_s)
+        found = await sweep_leftovers(self._h.tiers, only=self._own_names, upload_grace_s=self._h.gc.multipart_grace_s)
         return {name: tuple(paths) for name, paths in found.items()}
 
     # ---- helpers
 
     def _left_on(self, attempt: Attempt) -> bool:
         """Whether a tier that is ours to work on has something left of an attempt that is gone."""
-        return bool({tier.name for tier in self._own} & set(self._seen.catalog.remains.get(attempt, ())))
+        return any(name in self._own_names for name in self._seen.catalog.remains.get(attempt, ()))
 
     def _is_protected(self, attempt: Attempt) -> bool:
         reason = self._seen.protected.get(attempt)

@@ -22,7 +22,7 @@ from tierstore.tiers.gc.brakes import check_ground
 from tierstore.tiers.gc.deleting import Emptying, Remover, find
 from tierstore.tiers.gc.housekeeping import Housekeeping, look
 from tierstore.tiers.gc.reports import Freed
-from tierstore.tiers.gc.standing import Standing, copies_standing, names_outside_grammar, read_proved_manifest
+from tierstore.tiers.gc.standing import Standing, copies_standing
 from tierstore.tiers.log import actor_name, append, read_log
 from tierstore.tiers.log_facts import Hold, LogFacts, fold
 from tierstore.tiers.tier import Tier, ensure_tier
@@ -98,7 +98,7 @@ async def decide_eviction(h: Housekeeping, attempt: Attempt, tier: Tier, reason:
         copies = await _check(h, attempt, tier, fold(records))
         reach("evict.before-evicting")
         if _is_staging(h, tier):
-            return await _mark(h, attempt, tier, reason, copies, records)
+            return await _mark(h, attempt, tier, reason, copies)
         try:
             return await _win(h, attempt, tier, reason, copies, records)
         except ConflictError:
@@ -112,9 +112,8 @@ async def preview_eviction(h: Housekeeping, attempt: Attempt, tier: Tier, reason
     records = await _records(h, attempt)
     ongoing = continue_eviction(h, attempt, tier, records)
     if ongoing is None:
-        await _check(h, attempt, tier, fold(records))
-        named = names_outside_grammar(await read_proved_manifest(h.tiers, attempt, records[0]))
-        ongoing = Emptying(attempt=attempt, tier=tier, kind="evict", why=reason, named=frozenset(named))
+        copies = await _check(h, attempt, tier, fold(records))
+        ongoing = Emptying(attempt=attempt, tier=tier, kind="evict", why=reason, named=frozenset(copies.named))
     return ongoing
 
 
@@ -189,30 +188,27 @@ def lasts(h: Housekeeping, hold: Hold) -> bool:
 
 async def _win(h: Housekeeping, attempt: Attempt, tier: Tier, reason: str, copies: Standing, records: Sequence[Record]) -> Emptying:
     """Appends ``evicting`` as the next number after what was looked at."""
-    sources = [t for t in h.tiers if t.name in copies.standing]
-    named = names_outside_grammar(await read_proved_manifest(sources, attempt, records[0]))
-    data = {"tier": tier.name, "reason": reason, "copies": list(copies.standing), "files": named}
+    data = {"tier": tier.name, "reason": reason, "copies": list(copies.standing), "files": list(copies.named)}
     record = await append(h.tiers.authority.storage, attempt, "evicting", data, clock=h.clock, after=records[-1].seq)
     reach("evict.after-evicting")
     why = f"evicting from {tier.name} by record {record.seq:06d}"
-    return Emptying(attempt=attempt, tier=tier, kind="evict", why=why, named=frozenset(named))
+    return Emptying(attempt=attempt, tier=tier, kind="evict", why=why, named=frozenset(copies.named))
 
 
-async def _mark(h: Housekeeping, attempt: Attempt, tier: Tier, reason: str, copies: Standing, records: Sequence[Record]) -> Emptying:
+async def _mark(h: Housekeeping, attempt: Attempt, tier: Tier, reason: str, copies: Standing) -> Emptying:
     """Leaves the marker, then looks at the log again: a hold that came first keeps the copy."""
-    sources = [t for t in h.tiers if t.name in copies.standing]
-    named = names_outside_grammar(await read_proved_manifest(sources, attempt, records[0]))
     await ensure_tier(h.tiers, tier)
     marked = any(info.path == attempt.evicted_path for info in await tier.storage.list(attempt.log_folder))
-    marker = {"at": utc_text(h.clock.now()), "actor": actor_name(), "reason": reason}
-    await tier.storage.put(attempt.evicted_path, (json.dumps(marker) + "\n").encode())
+    if not marked:
+        marker = {"at": utc_text(h.clock.now()), "actor": actor_name(), "reason": reason}
+        await tier.storage.put(attempt.evicted_path, (json.dumps(marker) + "\n").encode())
     reach("evict.after-evicting")
     facts = fold(await _records(h, attempt))
     if any(lasts(h, hold) for hold in facts.holds):
         if not marked:  # else some of the copy may be gone already
             await tier.storage.delete([attempt.evicted_path])
         raise _refused(attempt, tier, "it was held just now", "`tierstore release` ends a hold")
-    return Emptying(attempt=attempt, tier=tier, kind="evict", why=f"dropped from {tier.name} by its marker", named=frozenset(named))
+    return Emptying(attempt=attempt, tier=tier, kind="evict", why=f"dropped from {tier.name} by its marker", named=frozenset(copies.named))
 
 
 def _is_staging(h: Housekeeping, tier: Tier) -> bool:

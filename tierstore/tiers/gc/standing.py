@@ -26,10 +26,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """The counted copies: `standing` are the names of tiers, nearest first; `missing` says of others why theirs does not count."""
+    """The counted copies: `standing` are the names of tiers, nearest first; `missing` says of others why theirs does not count.
+
+    `named`: the checkpoint's files outside our grammar, as the manifest of a copy that stands names them.
+    """
 
     standing: tuple[str, ...]
     missing: tuple[str, ...]
+    named: tuple[str, ...] = ()
 
 
 async def copies_standing(tiers: Tiers, attempt: Attempt, facts: LogFacts, *, without: str) -> Standing:
@@ -38,6 +42,7 @@ async def copies_standing(tiers: Tiers, attempt: Attempt, facts: LogFacts, *, wi
     A tier before the authority never counts: a node's disk is not a place that lasts, and its name stands for many disks.
     """
     nodes = {tier.name for tier in staging(tiers)}
+    manifests: list[Manifest] = []
 
     async def why_not(tier: Tier) -> str:
         if tier.name in nodes:
@@ -52,7 +57,7 @@ async def copies_standing(tiers: Tiers, attempt: Attempt, facts: LogFacts, *, wi
             return "has a copy that was found damaged"
         try:
             await recheck(tiers, tier)
-            await _look_at(tier, attempt, facts)
+            manifests.append(await _look_at(tier, attempt, facts))
         except (StorageError, NotFoundError, IntegrityError) as error:
             log.debug("tier=%s checkpoint=%s its copy does not count: %s", tier.name, attempt.folder, error.message)
             return f"can't be counted: {error.message}"
@@ -63,11 +68,12 @@ async def copies_standing(tiers: Tiers, attempt: Attempt, facts: LogFacts, *, wi
     return Standing(
         standing=tuple(tier.name for tier, reason in zip(others, reasons, strict=True) if not reason),
         missing=tuple(f"{tier.name} {reason}" for tier, reason in zip(others, reasons, strict=True) if reason),
+        named=tuple(names_outside_grammar(manifests[0])) if manifests else (),
     )
 
 
-async def _look_at(tier: Tier, attempt: Attempt, facts: LogFacts) -> None:
-    """Raises IntegrityError, NotFoundError or StorageError where the copy is not all there."""
+async def _look_at(tier: Tier, attempt: Attempt, facts: LogFacts) -> Manifest:
+    """The copy's manifest; raises IntegrityError, NotFoundError or StorageError where the copy is not all there."""
     manifest = await _proved(tier, attempt, _promised(facts.fate))
     there = {info.path: info for info in await tier.storage.list(attempt.folder)}
     record = facts.replicated.get(tier.name)
@@ -78,6 +84,7 @@ async def _look_at(tier: Tier, attempt: Attempt, facts: LogFacts) -> None:
             what = "is missing" if info is None else f"has {info.nbytes} bytes instead of {file.nbytes}"
             raise IntegrityError(f"{file.name} {what}", hint="run `tierstore verify`", tier=tier.name, file=file.name)
         _compare_etag(info, recorded, file.name)
+    return manifest
 
 
 def _compare_etag(info: FileInfo, recorded: object, name: str) -> None:

@@ -23,6 +23,7 @@ from tierstore.tiers.log import append, read_log, swept_in
 from tierstore.tiers.log_facts import fold
 from tierstore.tiers.retention import Reason
 from tierstore.tiers.tier import Tier
+from tierstore.tiers.together import together
 
 __all__ = ["decide_sweep", "names_to_record", "read_swept", "readers_of", "sweep_job", "to_trim"]
 
@@ -108,5 +109,5 @@ def sweep_job(attempt: Attempt, tier: Tier, swept: Record) -> Emptying:
 async def to_trim(h: Housekeeping, swept: Mapping[Attempt, Record]) -> list[Found]:
     """The records of swept logs that say nothing any more; what a collector deletes last."""
     reach("sweep.before-trim")
-    found = [await find_trim(h, attempt, record.seq) for attempt, record in swept.items()]
+    found = await together(lambda item: find_trim(h, item[0], item[1].seq), swept.items())
     return [one for one in found if one.files]
