@@ -98,7 +98,7 @@ def check_after(root: Path, before: Truth) -> None:
 def test_a_crash_at_any_point_of_a_deletion_loses_nothing_and_is_finished(point: str, filled: Path, tmp_path: Path, long_run: bool) -> None:
     before = truth_of(filled)
     passed = 0
-    for nth in range(1, 20) if long_run else (1, 3):
+    for nth in range(1, 20) if long_run else (1,):
         root = tmp_path / str(nth)
         shutil.copytree(filled, root)
         status = run_child(root, {"TIERSTORE_CRASH_AT": f"{point}:{nth}"}, tmp_path / "errors")
