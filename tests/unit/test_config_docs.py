@@ -50,7 +50,11 @@ def test_the_complete_file_of_the_page_is_a_configuration(tmp_path: Path) -> Non
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda p: p.stem)
 def test_every_configuration_in_the_documents_parses(page: Path, tmp_path: Path) -> None:
     for text in blocks(page.read_text(encoding="utf-8"), "yaml"):
-        if "tiers:" in text:
+        if re.search(r"^keep:", text, re.MULTILINE):  # a retention policy in a file of its own
+            (tmp_path / "retention.yaml").write_text(text, encoding="utf-8")
+            named = [{"name": name, "uri": f"/{name}"} for name in ("nvme", "pfs", "object")]
+            assert load_config({"tiers": named}, retention=tmp_path / "retention.yaml", env={}).retention
+        elif "tiers:" in text:
             (tmp_path / "tierstore.yaml").write_text(text, encoding="utf-8")
             assert load_config(tmp_path / "tierstore.yaml", env={"S3_KEY": "k", "S3_SECRET": "s", "HOME": "/home/me"}).tiers
 
