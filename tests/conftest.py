@@ -48,8 +48,10 @@ def long_run(pytestconfig: pytest.Config) -> bool:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def clean_environment() -> Iterator[None]:
+def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No test, nor any process that it starts, sees the developer's AWS or tierstore settings, or a proxy before 127.0.0.1.
+
+    Nor does one write into the developer's caches.
 
     ``TIERSTORE_TEST_*`` stay: they are addressed to the tests.
     """
@@ -60,6 +62,7 @@ def clean_environment() -> Iterator[None]:
         for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "BOTO_CONFIG"):
             patch.setenv(name, os.devnull)
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("NO_PROXY", "127.0.0.1,localhost")
         patch.setenv("no_proxy", "127.0.0.1,localhost")
         yield

@@ -59,6 +59,7 @@ __all__ = [
     "StoreConfig",
     "TierConfig",
     "TierRetention",
+    "cache_folder",
     "find_config",
     "is_secret",
     "load_config",
@@ -164,6 +165,15 @@ def find_config(explicit: str | os.PathLike[str] | None = None, *, env: Mapping[
         f"no configuration: there is no {DEFAULT_FILE} in {Path.cwd()}, and TIERSTORE_CONFIG is not set",
         hint=f"did you mean -c {others[0]}? Else {hint}" if others else hint,
     )
+
+
+def cache_folder(*, env: Mapping[str, str] | None = None) -> Path | None:
+    """Where this machine keeps what can be read again: ``tierstore`` in ``XDG_CACHE_HOME``, else in ``~/.cache``; None without a home."""
+    env = os.environ if env is None else env
+    chosen, home = env.get("XDG_CACHE_HOME", ""), env.get("HOME", "")
+    if os.path.isabs(chosen):  # as the XDG base directory specification says: a relative one is not used
+        return Path(chosen) / "tierstore"
+    return Path(home) / ".cache" / "tierstore" if os.path.isabs(home) else None
 
 
 def _configurations_here() -> list[str]:

@@ -108,7 +108,7 @@ class Store:
         self._codecs = codecs or default_codecs()
         self._session = Session.open(config, clock=self._clock, lost="read")
         self._cadence = Cadence(config.save.every, self._clock, history=lambda: self._catalog().checkpoints)
-        self._cache = RecordCache()
+        self._cache = self._session.new_cache() if rank == 0 else RecordCache()  # of many ranks one keeps this machine's disk busy
         self._worker = Worker(self._session, self.run, rank=rank)
         self._pool = ImagePool(self._image_directory(), max_nbytes=config.io.max_inflight)
         self._lock = threading.Lock()

@@ -49,7 +49,7 @@ def scan_run(session: Session, run: str) -> Catalog:
     Raises:
         NotFoundError: The store has nothing of that run; the nearest names are suggested.
     """
-    catalog = session.run(scan(session.tiers, run))
+    catalog = session.run(scan(session.tiers, run, session.new_cache()))
     if not (catalog.checkpoints or catalog.incomplete or catalog.condemned or catalog.swept) and catalog.other_runs:
         near = difflib.get_close_matches(run, catalog.other_runs, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else f"the runs are {format_some(catalog.other_runs, 8)}"

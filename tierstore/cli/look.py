@@ -58,7 +58,11 @@ def ls(
         if not named and len(found) != 1:
             return _list_runs(cli, session, found)
         chosen = named or found[0]
-        catalog = scan_run(session, chosen) if name or cli.options.run or not named else session.run(scan(session.tiers, chosen))
+        catalog = (
+            scan_run(session, chosen)
+            if name or cli.options.run or not named
+            else session.run(scan(session.tiers, chosen, session.new_cache()))
+        )
         copies = pending(catalog, session.tiers)
     for info in reversed(catalog.checkpoints):
         cli.terminal.emit(checkpoint_value(info, copies))
@@ -79,7 +83,7 @@ def _list_runs(cli: Cli, session: Session, found: Sequence[str]) -> int:
     table = plain_table("RUN", ("CHECKPOINTS", "right"), ("LATEST", "right"), ("AGE", "right"), ("SIZE", "right"), fold=("RUN",))
     now = cli.clock.now()
     for name in found:
-        catalog = session.run(scan(session.tiers, name))
+        catalog = session.run(scan(session.tiers, name, session.new_cache()))
         kept = [c for c in catalog.checkpoints if not (c.superseded or c.hidden)]
         newest = kept[-1] if kept else None
         nbytes = sum(c.nbytes for c in kept)

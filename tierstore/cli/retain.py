@@ -20,7 +20,7 @@ from tierstore.config import RetentionConfig, load_config
 from tierstore.errors import PartialError, TierStoreError, UsageError
 from tierstore.names import Attempt
 from tierstore.tiers import decisions
-from tierstore.tiers.catalog import CheckpointInfo, RecordCache
+from tierstore.tiers.catalog import CheckpointInfo
 from tierstore.tiers.gc.housekeeping import Housekeeping, Situation, look, plan_of
 from tierstore.tiers.gc.prune import PruneReport
 from tierstore.tiers.gc.prune import prune as carry_out
@@ -164,7 +164,7 @@ def housekeeping(cli: Cli, session: Session, run: str, policy: RetentionConfig |
         run=run,
         policy=policy or session.config.retention_for(run),
         clock=cli.clock,
-        cache=RecordCache(),
+        cache=session.new_cache(),
         leases=LeaseWatch(cli.clock),
         local=local,
     )

@@ -47,7 +47,7 @@ def sync(
 
 def _sync_run(cli: Cli, session: Session, run: str, wait: bool) -> ReconcileReport:
     tiers = session.tiers
-    copies = [c for c in pending(session.run(scan(tiers, run)), tiers) if not cli.only or c.tier in cli.only]
+    copies = [c for c in pending(session.run(scan(tiers, run, session.new_cache())), tiers) if not cli.only or c.tier in cli.only]
     if cli.options.dry_run:
         for copy in copies:
             _tell(cli, copy, "pending", "")

@@ -33,6 +33,7 @@ class TierListing:
     """
 
     tier: Tier
+    root: str
     records: dict[Attempt, dict[int, FileInfo]] = field(default_factory=dict)
     receipts: dict[Attempt, list[int]] = field(default_factory=dict)
     folders: set[Attempt] = field(default_factory=set)
@@ -46,6 +47,10 @@ class TierListing:
     def knows(self, attempt: Attempt) -> bool:
         """Whether the listing shows the attempt's first record."""
         return 0 in self.records.get(attempt, ())
+
+    def files(self) -> dict[str, FileInfo]:
+        """The files of all records, by path."""
+        return {info.path: info for numbers in self.records.values() for info in numbers.values()}
 
     def swept(self, attempt: Attempt) -> bool:
         """Whether a record that was read says that it is gone."""
@@ -72,8 +77,8 @@ async def list_tier(tier: Tier, run: str, names: Names, *, staging: bool) -> Tie
     """Lists a run's logs and its folder on a tier; `staging`: it is one before the authority, which has receipts and markers."""
     looks: list[Callable[[], Awaitable[Any]]] = [lambda: tier.storage.list(log_root(run)), lambda: tier.storage.children(run)]
     logs, level = await together(lambda look: look(), looks)
-    listing = TierListing(tier=tier)
-    await asyncio.to_thread(_file_logs, listing, len(log_root(run)) + 1, names, logs, staging=staging)
+    listing = TierListing(tier=tier, root=log_root(run))
+    await asyncio.to_thread(_file_logs, listing, names, logs, staging=staging)
     folders = {names.parse(folder.rpartition("/")[2]) for folder in level.folders}
     if any(0 in seqs and attempt not in folders for attempt, seqs in listing.records.items()):
         # Made between the two listings, or gone for good: a checkpoint must not seem to lie nowhere because its folder was listed first.
@@ -89,7 +94,8 @@ async def list_tier(tier: Tier, run: str, names: Names, *, staging: bool) -> Tie
     return listing
 
 
-def _file_logs(listing: TierListing, root: int, names: Names, logs: Iterable[FileInfo], *, staging: bool) -> None:
+def _file_logs(listing: TierListing, names: Names, logs: Iterable[FileInfo], *, staging: bool) -> None:
+    root = len(listing.root) + 1
     for info in logs:
         name, _, leaf = info.path[root:].partition("/")
         attempt = names.parse(name)
@@ -132,7 +138,7 @@ async def _read(listing: TierListing, wanted: Iterable[tuple[Attempt, int]], cac
     missing: list[tuple[Attempt, int, FileInfo]] = []
     for attempt, seq in wanted:
         info = listing.records[attempt][seq]
-        known = cache.get(listing.tier.name, info)
+        known = cache.get(listing.tier.name, listing.root, info)
         if known is not None:
             listing.read.setdefault(attempt, {})[seq] = known
         else:
@@ -148,7 +154,7 @@ async def _read(listing: TierListing, wanted: Iterable[tuple[Attempt, int]], cac
         except NotFoundError:
             return  # removed between the listing and this read
         else:
-            cache.put(listing.tier.name, info, record)
+            cache.put(listing.tier.name, listing.root, info, record)
         listing.read.setdefault(attempt, {})[seq] = record
 
     storage = listing.tier.storage
@@ -163,7 +169,7 @@ async def _read(listing: TierListing, wanted: Iterable[tuple[Attempt, int]], cac
             if record is None:
                 again.append((attempt, seq, info))
             else:
-                cache.put(listing.tier.name, info, record)
+                cache.put(listing.tier.name, listing.root, info, record)
                 listing.read.setdefault(attempt, {})[seq] = record
         for item in again:
             await one(item)

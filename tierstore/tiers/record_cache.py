@@ -1,9 +1,13 @@
-"""Records that were read before: they are write-once, so what was read once need not be read again. In memory."""
+"""Records that were read before: they are write-once, and need not be read again. In memory, and on this machine's disk."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
+
 from tierstore.format.record import Record
 from tierstore.storage.contract import FileInfo
+from tierstore.tiers.record_store import RecordStore
 
 __all__ = ["RecordCache", "stamp_of"]
 
@@ -14,18 +18,42 @@ def stamp_of(info: FileInfo) -> str:
 
 
 class RecordCache:
-    """Records by tier and path, each as long as the listing says the same of its file. Also what was warned of."""
+    """Records by tier, log root of a run, and path, each as long as the listing says the same of its file. Also what was warned of.
 
-    def __init__(self) -> None:
-        self._records: dict[tuple[str, str], tuple[str, Record]] = {}
+    Args:
+        store: What this machine kept from earlier processes; None: nothing.
+    """
+
+    def __init__(self, store: RecordStore | None = None) -> None:
+        self._store = store
+        self._roots: dict[tuple[str, str], dict[str, tuple[str, Record]]] = {}
+        self._new: dict[tuple[str, str], set[str]] = {}
         self._warned: set[str] = set()
 
-    def get(self, tier: str, info: FileInfo) -> Record | None:
-        found = self._records.get((tier, info.path))
+    async def load(self, tier: str, root: str, listed: Mapping[str, FileInfo]) -> None:
+        """Takes in what the disk has of a run's log root, the first time that it is asked for. `listed`: the records' files by path."""
+        if (tier, root) in self._roots:
+            return
+        records = self._roots[tier, root] = {}
+        if self._store is not None:
+            records.update(await asyncio.to_thread(_load, self._store, tier, root, listed))
+
+    async def save(self, tier: str, root: str, listed: Mapping[str, FileInfo]) -> None:
+        """Keeps on the disk what was read since the last time below a run's log root; what is not listed any more is forgotten."""
+        records = self._roots.get((tier, root), {})
+        for path in [path for path in records if path not in listed]:
+            del records[path]
+        new = [(path, *records[path]) for path in self._new.pop((tier, root), ()) if path in records]
+        if self._store is not None and new:
+            await asyncio.to_thread(self._store.save, tier, root, new, listed)
+
+    def get(self, tier: str, root: str, info: FileInfo) -> Record | None:
+        found = self._roots.get((tier, root), {}).get(info.path)
         return found[1] if found is not None and found[0] == stamp_of(info) else None
 
-    def put(self, tier: str, info: FileInfo, record: Record) -> None:
-        self._records[tier, info.path] = (stamp_of(info), record)
+    def put(self, tier: str, root: str, info: FileInfo, record: Record) -> None:
+        self._roots.setdefault((tier, root), {})[info.path] = (stamp_of(info), record)
+        self._new.setdefault((tier, root), set()).add(info.path)
 
     def first_time(self, warning: str) -> bool:
         """Whether this text was not warned of before: a catalog is read many times, and says things once."""
@@ -35,4 +63,9 @@ class RecordCache:
         return True
 
     def __len__(self) -> int:
-        return len(self._records)
+        return sum(len(records) for records in self._roots.values())
+
+
+def _load(store: RecordStore, tier: str, root: str, listed: Mapping[str, FileInfo]) -> dict[str, tuple[str, Record]]:
+    stamps = {path: stamp_of(info) for path, info in listed.items()}
+    return {path: (stamps[path], record) for path, record in store.load(tier, root, stamps).items()}

@@ -53,7 +53,9 @@ async def scan_attempts(tiers: Tiers, run: str, cache: RecordCache) -> Scanned:
             await recheck(tiers, tier)
             view = await list_tier(tier, run, names, staging=tier.name in nodes)
             if tiers.is_authority(tier):
+                await cache.load(tier.name, view.root, view.files())
                 await read_records(view, view.records, cache)
+                await cache.save(tier.name, view.root, view.files())
             return view
         except TierStoreError as error:
             scanned.unreachable[tier.name] = error

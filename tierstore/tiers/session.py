@@ -10,12 +10,15 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from tierstore.clock import Clock, SystemClock
+from tierstore.config import cache_folder
 from tierstore.config_models import StoreConfig
 from tierstore.errors import ClosedError, TierStoreError
 from tierstore.storage.loop import EventLoop
 from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.leased import Leases, lease_ttl_s
 from tierstore.tiers.opening import LostAuthority, Opener, default_opener, open_tiers
+from tierstore.tiers.record_cache import RecordCache
+from tierstore.tiers.record_store import RecordStore
 from tierstore.tiers.replica import Replica
 from tierstore.tiers.tier import Tiers
 
@@ -108,6 +111,11 @@ class Session:
             coro.close()
             self._check_open()
         return self.loop.submit(coro)
+
+    def new_cache(self) -> RecordCache:
+        """A cache of log records that begins with what this machine has kept from earlier processes."""
+        folder = cache_folder()
+        return RecordCache(RecordStore(folder, self.tiers.store_id) if folder is not None else None)
 
     def open_replica(self, info: CheckpointInfo, *, objects: bool = False) -> Replica:
         """Opens a checkpoint under a lease, to be asked from the caller's threads; errors as `Leases.open`."""
