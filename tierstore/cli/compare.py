@@ -14,7 +14,7 @@ from tierstore.cli.options import Cli
 from tierstore.cli.render import facts_table, plain_table
 from tierstore.names import OBJECTS
 from tierstore.tiers.compare import TensorDiff, compare_data, compare_indexes, compare_trees
-from tierstore.tiers.replica import Replica, open_replica
+from tierstore.tiers.replica import Replica
 from tierstore.tiers.session import Session
 from tierstore.units import format_size
 
@@ -53,7 +53,7 @@ def diff(
 
 def _open(session: Session, reference: str) -> Replica:
     _, info = find_checkpoint(session, reference)
-    return session.run(open_replica(session.tiers, info, run=session.run))
+    return session.open_replica(info)
 
 
 def _settle(session: Session, left: Replica, right: Replica, found: TensorDiff) -> TensorDiff:

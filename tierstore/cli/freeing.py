@@ -60,6 +60,8 @@ def _gc_run(cli: Cli, session: Session, run: str, wait: bool, now: bool) -> None
                 _show_freed(cli, would, "would go")
                 window = ", giving up the window in which undelete would bring them back" if now else ""
                 confirm(cli, f"free {_sum_text(would.freed)} of run {run}{window}")
+        if wait:
+            cli.terminal.say(f"run {run}: if somebody reads what goes, this waits; Ctrl-C ends it, and the next gc goes on")
         _tell(cli, h, session.run(collect(h, now=now, wait_s=float("inf") if wait else 0.0)), table=cli.options.yes)
     finally:
         if lock is not None:

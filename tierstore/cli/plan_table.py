@@ -15,10 +15,12 @@ from tierstore.names import Attempt, save_id_time
 from tierstore.tiers.retention import Plan, PlanEntry, PlanIncomplete
 from tierstore.units import format_size
 
-__all__ = ["plan_summary", "plan_table", "plan_values", "plural", "sum_nbytes", "when_text", "why"]
+__all__ = ["plan_summary", "plan_table", "plan_values", "plural", "rows_left_out", "sum_nbytes", "when_text", "why"]
 
 MOST_ROWS = 200
 """So many rows are shown; of more, those that change, and the newest and oldest of the others."""
+
+_ENDS = 10
 
 _STYLES: Mapping[str, str] = {"keep": "green", "expire": "bold red", "expired": "dim", "sweep": "red", "revive": "cyan"}
 _TIERS_WIDTH = 18
@@ -59,27 +61,23 @@ def plan_table(plan: Plan, pending: Mapping[Attempt, Sequence[str]], now: dateti
 
 def _rows(plan: Plan, pending: Mapping[Attempt, Sequence[str]], now: datetime, everything: bool) -> Iterator[tuple[str | Text, ...]]:
     found: list[PlanEntry | PlanIncomplete] = sorted((*plan.entries, *plan.incomplete), key=lambda e: e.attempt, reverse=True)
-    shown = set(range(len(found))) if everything or len(found) <= MOST_ROWS else _chosen(found)
-    skipped = 0
-    for number, one in enumerate(found):
-        if number not in shown:
-            skipped += 1
-            continue
-        if skipped:
-            yield _gap(skipped)
-            skipped = 0
+    for one in found if everything else _chosen(found):
         yield _incomplete_row(one, now) if isinstance(one, PlanIncomplete) else _entry_row(one, pending.get(one.attempt, ()), now)
-    if skipped:
-        yield _gap(skipped)
 
 
-def _chosen(found: Sequence[PlanEntry | PlanIncomplete]) -> set[int]:
+def _chosen(found: Sequence[PlanEntry | PlanIncomplete]) -> Sequence[PlanEntry | PlanIncomplete]:
+    """Of a long plan the newest, the oldest, and of those that something becomes of the first."""
+    if len(found) <= MOST_ROWS:
+        return found
     changes = [n for n, one in enumerate(found) if isinstance(one, PlanIncomplete) or one.action != "keep" or one.drops]
-    return {*range(20), *range(len(found) - 5, len(found)), *changes[:MOST_ROWS]}
+    ends = {*range(_ENDS), *range(len(found) - _ENDS, len(found))}
+    return [found[n] for n in sorted({*ends, *changes[: MOST_ROWS - 2 * _ENDS]})]
 
 
-def _gap(skipped: int) -> tuple[str | Text, ...]:
-    return "…", "", "", "", "", Text(f"{skipped:,} more; --all shows them", style="dim")
+def rows_left_out(plan: Plan) -> int:
+    """How many rows `plan_table` does not show unless it is asked for everything."""
+    found: list[PlanEntry | PlanIncomplete] = sorted((*plan.entries, *plan.incomplete), key=lambda e: e.attempt, reverse=True)
+    return len(found) - len(_chosen(found))
 
 
 def _entry_row(entry: PlanEntry, due: Sequence[str], now: datetime) -> tuple[str | Text, ...]:
@@ -147,17 +145,17 @@ def plan_summary(plan: Plan) -> str:
     if by_action["expire"]:
         words.append(f"{plural(len(by_action['expire']), 'checkpoint')} would expire ({format_size(sum_nbytes(by_action['expire']))})")
     if by_action["revive"]:
-        words.append(f"{len(by_action['revive'])} would come back")
+        words.append(f"{len(by_action['revive']):,} would come back")
     if by_action["sweep"]:
-        words.append(f"{len(by_action['sweep'])} due to be freed ({format_size(sum_nbytes(by_action['sweep']))})")
+        words.append(f"{len(by_action['sweep']):,} due to be freed ({format_size(sum_nbytes(by_action['sweep']))})")
     if by_action["expired"]:
-        words.append(f"{len(by_action['expired'])} expired ({format_size(sum_nbytes(by_action['expired']))})")
+        words.append(f"{len(by_action['expired']):,} expired ({format_size(sum_nbytes(by_action['expired']))})")
     drops = [drop for entry in plan.entries for drop in entry.drops if not drop.blocked]
     for tier in dict.fromkeys(drop.tier for drop in drops):
         of_tier = [drop for drop in drops if drop.tier == tier]
         nbytes = sum(drop.nbytes for drop in of_tier)
         words.append(f"{plural(len(of_tier), 'copy')} would leave {tier} ({format_size(nbytes)})")
-    words.append(f"{len(by_action['keep'])} kept" if words else f"nothing goes: {len(by_action['keep'])} kept")
+    words.append(f"{'' if words else 'nothing goes: '}{len(by_action['keep']):,} kept")
     return ", ".join(words)
 
 

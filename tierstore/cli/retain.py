@@ -14,7 +14,7 @@ from tierstore.cli.confirm import confirm
 from tierstore.cli.find import chosen_runs, find_attempts, scan_run, the_run
 from tierstore.cli.labels import decide
 from tierstore.cli.options import Cli
-from tierstore.cli.plan_table import plan_summary, plan_table, plan_values, plural, sum_nbytes, when_text
+from tierstore.cli.plan_table import plan_summary, plan_table, plan_values, plural, rows_left_out, sum_nbytes, when_text
 from tierstore.cli.render import catalog_legend, catalog_summary, wrapped
 from tierstore.config import RetentionConfig, load_config
 from tierstore.errors import PartialError, TierStoreError, UsageError
@@ -229,6 +229,8 @@ def _show_plan(cli: Cli, session: Session, situation: Situation, found: Plan, *,
     cli.terminal.show(catalog_summary(catalog))
     if found.entries or found.incomplete:
         cli.terminal.show(plan_table(found, due, situation.at, everything=everything))
+    if not everything and (left_out := rows_left_out(found)):
+        cli.terminal.show(Text(f"… {left_out:,} rows are not shown: `tierstore plan --all` has them", style="dim"))
     legend = catalog_legend(catalog, copies)
     if legend is not None:
         cli.terminal.show(legend)
