@@ -13,13 +13,15 @@ from gc_kit import DAY, HOUR, World, condemned_log, policy_of, run, swept_log
 from tiers_kit import Hooked, persist_rank
 
 from tierstore.errors import NotFoundError, TemporaryError, TierStoreError
-from tierstore.names import Attempt
+from tierstore.names import MANIFEST, Attempt
 from tierstore.storage.contract import Storage
+from tierstore.tiers.decisions import hold, pin, set_metrics
 from tierstore.tiers.gc import housekeeping
 from tierstore.tiers.gc.collect import collect
 from tierstore.tiers.leases import LeaseWatch, hold_lease
-from tierstore.tiers.log import read_log
+from tierstore.tiers.log import append, read_log
 from tierstore.tiers.replica import open_replica
+from tierstore.tiers.retention import Reason
 from tierstore.tiers.tier import Tier, Tiers
 
 
@@ -54,6 +56,49 @@ def test_a_reader_that_came_before_is_waited_for_and_one_that_comes_after_is_tol
         await lease.__aexit__(None, None, None)
         await world.collect()
         assert world.left(old) == swept_log(old, await last_seq(world, old))
+
+    run(work())
+
+
+@pytest.mark.parametrize("late", ["a pin", "a hold", "a late metric", "an unpin", "a resume"])
+def test_what_is_decided_between_the_plan_and_swept_wins(tmp_path: Path, late: str) -> None:
+    """Also a record that would not keep it: it was not seen when the plan was made, so the plan is made again."""
+
+    async def work() -> None:
+        world = World(tmp_path)
+        old, _ = await world.save(1, 2)
+        await world.expire()
+        storage = world.tiers.authority.storage
+        create, came = storage.create, False
+
+        async def something_first(path: str, data: bytes) -> None:
+            nonlocal came
+            if b'"swept"' in data and not came:
+                came = True
+                if late == "a pin":
+                    await pin(world.tiers, old, clock=world.clock)
+                elif late == "a hold":
+                    await hold(world.tiers, old, "audit", clock=world.clock)
+                elif late == "a late metric":
+                    await set_metrics(world.tiers, old, {"loss": 0.1}, clock=world.clock)
+                elif late == "an unpin":
+                    await append(storage, old, "unpinned", {"name": "pin"}, clock=world.clock)
+            await create(path, data)
+
+        async def resumed_first(path: str, *args: Any) -> bytes:
+            if path.endswith(MANIFEST):
+                world.protected[old] = Reason(kind="resumed-from", text="resumed from")
+            return await read(path, *args)
+
+        read = storage.read
+        storage.create = something_first  # type: ignore[method-assign]
+        if late == "a resume":
+            storage.read = resumed_first  # type: ignore[method-assign,assignment]
+        report = await world.collect()
+        assert (report.freed, report.failed) == ((), ())
+        assert [attempt for attempt, _ in report.waiting] == [old]
+        assert (await world.info(old)).usable
+        assert not any(record.kind == "swept" for record in await read_log(storage, old))
 
     run(work())
 
