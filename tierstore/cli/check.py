@@ -27,7 +27,7 @@ from tierstore.tiers.verify import Level, VerifyReport
 from tierstore.tiers.verify import verify as verify_tiers
 from tierstore.units import format_size, format_some, parse_percent
 
-__all__ = ["chosen_steps", "reading", "subset_of", "verify"]
+__all__ = ["chosen_steps", "file_text", "reading", "subset_of", "verify"]
 
 _STYLES = {"damage": "bold red", "warning": "yellow", "note": "dim"}
 _STEPS_SHOWN = 6
@@ -187,9 +187,15 @@ def _tell(cli: Cli, report: VerifyReport, subset: tuple[int, int]) -> None:
 
 def _what(finding: Finding, steps: tuple[int, ...]) -> str:
     where = f"step{'s' if len(steps) > 1 else ''} {format_some(steps, _STEPS_SHOWN)}" if steps else ""
-    file = "" if "/.log/" in finding.file and len(steps) > 1 else finding.file.rpartition("/.log/")[2]
-    place = " ".join(part for part in (where, file) if part)
+    place = " ".join(part for part in (where, "" if len(steps) > 1 and "/.log/" in finding.file else file_text(finding.file)) if part)
     return f"{finding.kind.name}: {place}{': ' if place else ''}{finding.detail}"
+
+
+def file_text(file: str) -> str:
+    """A file as a line names it: a record of the log by its number."""
+    record = file.partition("/.log/")[2]
+    leaf = record.partition("/")[2].removesuffix(".json")
+    return file if not record else f"log record {leaf}" if leaf else "log"
 
 
 @contextmanager

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from tierstore.cli.check import chosen_steps, reading, subset_of
+from tierstore.cli.check import chosen_steps, file_text, reading, subset_of
 from tierstore.cli.options import Cli
 from tierstore.names import Attempt
 from tierstore.tiers.copying import CopyContext
@@ -65,8 +66,7 @@ def _tell(cli: Cli, report: RepairReport) -> None:
         _line(cli, mended.attempt, mended.tier, mended.file, word, "green", _how(mended), **facts)
     for attempt, tier in report.proved:
         _line(cli, attempt, tier, "", "proved", "green", "recorded anew as a good copy")
-    for lost in report.unmended:
-        _line(cli, lost.attempt, lost.tier, lost.file, "not mended", "bold red", _why(lost), blocks=lost.blocks, tensors=lost.tensors)
+    _tell_unmended(cli, report.unmended)
     for attempt, why in report.skipped:
         _line(cli, attempt, "", "", "left alone", "yellow", why)
     follow = next_steps(report.lost_logs)
@@ -87,7 +87,8 @@ def _tell(cli: Cli, report: RepairReport) -> None:
         }
     )
     fetched = format_size(sum(m.nbytes_fetched for m in report.mended))
-    told = f"{len(report.mended)} files {word}, {fetched} from other tiers" if report.mended else "nothing to mend"
+    count = len(report.mended)
+    told = f"{count} file{'s' if count > 1 else ''} {word}, {fetched} from other tiers" if count else "nothing to mend"
     bad = len(report.unmended)
     failed = f"; {bad} can't be mended" if bad else ""
     cli.terminal.show(Text(f"run {report.run}, {report.level}: {told}{failed}", style="bold red" if report.exit_code else "green"))
@@ -98,21 +99,33 @@ def _tell(cli: Cli, report: RepairReport) -> None:
         cli.terminal.show(Text.assemble(("next: ", "cyan"), remedy))
 
 
+def _tell_unmended(cli: Cli, unmended: Sequence[Unmended]) -> None:
+    """Blocks that are good nowhere are one line, though each tier's copy lacks them."""
+    together: dict[tuple[Attempt, str, tuple[int, ...]], list[Unmended]] = {}
+    for lost in unmended:
+        detail = _why(lost) if lost.blocks else lost.reason
+        _emit(cli, lost.attempt, lost.tier, lost.file, "not mended", detail, blocks=lost.blocks, tensors=lost.tensors)
+        together.setdefault((lost.attempt, lost.file, lost.blocks), []).append(lost)
+    for group in together.values():
+        if group[0].blocks:
+            _show(cli, group[0].attempt, ", ".join(lost.tier for lost in group), group[0].file, "not mended", "bold red", _why(group[0]))
+        else:
+            for lost in group:
+                _show(cli, lost.attempt, lost.tier, lost.file, "not mended", "bold red", lost.reason)
+
+
 def _line(cli: Cli, attempt: Attempt, tier: str, file: str, state: str, style: str, detail: str, **more: object) -> None:
-    cli.terminal.emit(
-        {
-            "type": "repair",
-            "run": attempt.run,
-            "step": attempt.step,
-            "save_id": attempt.save_id,
-            "tier": tier,
-            "file": file,
-            "state": state,
-            "detail": detail,
-            **more,
-        }
-    )
-    place = " ".join(part for part in (tier, file.rpartition("/.log/")[2]) if part)
+    _emit(cli, attempt, tier, file, state, detail, **more)
+    _show(cli, attempt, tier, file, state, style, detail)
+
+
+def _emit(cli: Cli, attempt: Attempt, tier: str, file: str, state: str, detail: str, **more: object) -> None:
+    value = {"run": attempt.run, "step": attempt.step, "save_id": attempt.save_id, "tier": tier, "file": file}
+    cli.terminal.emit({"type": "repair", **value, "state": state, "detail": detail, **more})
+
+
+def _show(cli: Cli, attempt: Attempt, tier: str, file: str, state: str, style: str, detail: str) -> None:
+    place = " ".join(part for part in (tier, file_text(file)) if part)
     cli.terminal.show(Text.assemble((f"{state:<10}", style), f" {attempt.run}@{attempt.step} {place}{': ' if place else ''}{detail}"))
 
 
@@ -122,7 +135,6 @@ def _how(mended: Mended) -> str:
 
 
 def _why(lost: Unmended) -> str:
-    if not lost.blocks:
-        return lost.reason
-    tensors = f"; in {format_some(lost.tensors, _SHOWN)}" if lost.tensors else ""
-    return f"block{'s' if len(lost.blocks) > 1 else ''} {format_some(lost.blocks, _SHOWN)} good nowhere ({lost.reason}){tensors}"
+    numbers = f"block{'s' if len(lost.blocks) > 1 else ''} {format_some(lost.blocks, _SHOWN)}"
+    tensors = f", with bytes of {format_some(lost.tensors, _SHOWN)}" if lost.tensors else ""
+    return f"{numbers} {'are' if len(lost.blocks) > 1 else 'is'} good on no tier{tensors} ({lost.reason})"

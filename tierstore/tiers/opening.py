@@ -142,6 +142,8 @@ async def _join(config: StoreConfig, tiers: tuple[Tier, ...], *, create: bool, l
         refusal = await _look_at_lost_authority(authority, [t for t in tiers if found.get(t.name)], store_id)
     if refusal is not None and create and lost == "refuse":
         raise refusal
+    if refusal is not None:
+        log.warning("%s: %s", refusal.message, refusal.hint)
 
     opened = Tiers(
         tiers=tiers,
@@ -185,7 +187,6 @@ async def _look_at_lost_authority(authority: Tier, others: Sequence[Tier], store
         "is it mounted, and the right folder or bucket? If it is really lost, `tierstore recover` makes it anew and rebuilds its log; "
         "until then what other tiers hold can be loaded, and nothing can be saved"
     )
-    log.warning("%s: %s", what, hint)
     return RefusedError(what, hint=hint, tier=authority.name, store_id=store_id)
 
 

@@ -98,7 +98,7 @@ class _Repairing:
         if isinstance(result, Unmended):
             self.unmended.append(result)
             where = f"tier={result.tier} checkpoint={result.attempt.folder} file={result.file}"
-            log.warning("%s can't be mended: %s", where, result.reason)
+            log.info("%s can't be mended: %s", where, result.reason)
             return False
         if result.nbytes_written:
             self.mended.append(result)

@@ -61,12 +61,18 @@ async def look_at_authority(looking: Looking, tiers: Tiers, catalog: Catalog, wa
 
 async def _unreadable_records(looking: Looking, authority: Tier, info: CheckpointInfo, numbers: set[int]) -> None:
     for seq in range(max(numbers, default=-1) + 1):
+        path = info.attempt.record_path(seq)
         try:
             await read_record(authority.storage, info.attempt, seq)
         except NotFoundError:
-            looking.note("V105", info.attempt.record_path(seq), "it is missing before later ones", attempt=info.attempt)
+            looking.note("V105", path, "it is missing before later ones", attempt=info.attempt)
         except IntegrityError as error:
-            looking.note("V105", info.attempt.record_path(seq), error.message, attempt=info.attempt)
+            looking.note("V105", path, _plainly(error, path), attempt=info.attempt)
+
+
+def _plainly(error: IntegrityError, path: str) -> str:
+    """What is wrong with a record, where its name stands beside."""
+    return error.message.removeprefix(f"the log record {path}").lstrip(": ")
 
 
 async def look_at_tier(looking: Looking, tier: Tier, catalog: Catalog, wanted: Wanted) -> None:
@@ -127,7 +133,7 @@ async def look_at_log_copies(looking: Looking, tiers: Tiers, info: CheckpointInf
         except NotFoundError:
             return  # trimmed since the listing
         except IntegrityError as error:
-            looking.note("V114", path, error.message)
+            looking.note("V114", path, _plainly(error, path))
             return
         if seq in known and copy != known[seq]:
             looking.note("V114", path, "it differs from the authority's record")
