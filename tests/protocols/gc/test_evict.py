@@ -306,3 +306,15 @@ def test_copies_of_the_log_that_a_late_copier_leaves_without_any_payload_go_agai
         assert (await world.collect()).freed == ()
 
     run(work())
+
+
+def test_as_many_copies_as_the_policy_says_stay_elsewhere(tmp_path: Path) -> None:
+    async def work() -> None:
+        world = World(tmp_path, policy=policy_of(protect={"min_copies": 2}))
+        (only,) = await world.save(1, near=True)
+        with pytest.raises(RefusedError, match="at least 2 copies must stand elsewhere, and these do: far"):
+            await evict(world.h(), await world.info(only), "shared")
+        assert (await evict(world.h(), await world.info(only), "node")).files  # two stand elsewhere
+        assert (await world.info(only)).complete_on == ("shared", "far")
+
+    run(work())

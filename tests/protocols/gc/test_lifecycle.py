@@ -256,3 +256,17 @@ def test_what_was_swept_is_not_found_by_a_reader(tmp_path: Path) -> None:
             (await world.catalog()).resolve(Reference(run="run", selector="step", step=1))
 
     run(work())
+
+
+def test_a_store_of_one_tier_and_one_of_two(tmp_path: Path) -> None:
+    async def work() -> None:
+        for names in (("only",), ("node", "only")):
+            world = World(tmp_path / names[0], names=names)
+            old, _ = await world.save(1, 2, near=len(names) > 1, copy=False)
+            await world.expire()
+            report = await world.collect()
+            assert {f.tier for f in report.freed} == set(names)
+            assert await world.steps() == [2]
+            assert world.left(old, names) == {"only": swept_log(old, 2)["shared"]}
+
+    run(work())
