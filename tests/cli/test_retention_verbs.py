@@ -63,10 +63,15 @@ def test_plan_in_json_is_one_object_a_line(shell: Shell) -> None:
 def test_plan_looks_ahead_and_tries_another_policy(shell: Shell) -> None:
     other = shell.folder / "tight.yaml"
     other.write_text("keep: [{last: 1}]\n")
-    assert shell.json("plan", "--policy", other)[-1]["deletes"] == 4, "all but the newest, and those younger than an hour"
-    assert shell.json("plan", "--policy", other, "--at", "+1h")[-1]["deletes"] == 5
-    assert shell.json("plan", "--policy", other, "--at", "2026-11-29T04:00Z")[-1]["deletes"] == 5
+    assert _deletes(shell, other) == 4, "all but the newest, and those younger than an hour"
+    assert _deletes(shell, other, "--at", "+1h") == 5
+    assert _deletes(shell, other, "--at", "2026-11-29T04:00Z") == 5
     assert shell("plan", "--at", "tomorrow").exit_code == 2
+
+
+def _deletes(shell: Shell, policy: Path, *more: str) -> int:
+    (plan,) = shell.of_type("plan", "plan", "--policy", policy, *more)
+    return int(plan["deletes"])
 
 
 def test_without_a_policy_nothing_is_planned_and_gc_decides_nothing(shell: Shell) -> None:
@@ -191,7 +196,9 @@ def test_prune_decides_undelete_takes_back_and_gc_frees(shell: Shell) -> None:
 def test_undelete_takes_back_all_or_what_one_plan_expired(shell: Shell) -> None:
     assert "nothing has expired" in shell("undelete", "--all").output
     plan = shell.of_type("prune", "prune", "-y")[0]["plan"]
-    assert "nothing that plan" in shell("undelete", "--plan", "ffff").output
+    unknown = shell("undelete", "--plan", "ffff")
+    assert unknown.exit_code == 4
+    assert plan in unknown.stderr, "the plans that there are"
     back = shell.of_type("decision", "undelete", "--plan", plan)
     assert [(v["step"], v["state"]) for v in back] == [(10500, "done"), (11500, "done")]
     assert shell("undelete").exit_code == 2
@@ -238,6 +245,29 @@ def test_a_brake_speaks_before_anybody_is_asked(shell: Shell) -> None:
     assert "at most 50%" in result.stderr
     assert shell("prune", "--policy", policy, "--max-delete-fraction", "90%", "-y").exit_code == 0
     assert sum(c["state"] == "expired" for c in shell.json("ls") if c["type"] == "checkpoint") == 5
+
+
+def test_a_plan_says_what_prune_would_refuse(shell: Shell) -> None:
+    policy = shell.folder / "tight.yaml"
+    policy.write_text("keep: [{last: 1}]\nprotect: {min_age: 1m}\n")
+    (brake,) = shell.of_type("brake", "plan", "--policy", policy)
+    assert "5 of 6" in brake["message"]
+    assert "refused: `tierstore prune` would not do it" in shell("plan", "--policy", policy).stdout
+    assert not shell.of_type("brake", "plan")
+    record = next((shell.folder / "pfs" / "llama" / ".log").glob("step-0000011000-*/000000.json"))
+    record.chmod(0o644)
+    record.write_text("garbage")
+    (brake,) = shell.of_type("brake", "plan")
+    assert "11000 can't be read" in brake["message"]
+    for verb in (["prune", "-y"], ["gc", "-y"], ["prune", "-n"]):
+        assert shell(*verb).exit_code == 7, verb
+
+
+def test_a_run_that_is_not_there_is_answered_with_the_nearest(shell: Shell) -> None:
+    for verb in (["plan"], ["prune", "-y"], ["gc", "-y"], ["gc", "-n"], ["gc"], ["undelete", "--all"], ["du"]):
+        result = shell(*verb, "--run", "lama")
+        assert result.exit_code == 4, (verb, result.output)
+        assert "did you mean llama?" in result.stderr, verb
 
 
 def test_several_runs_are_worked_on_one_after_the_other(shell: Shell) -> None:

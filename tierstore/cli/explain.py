@@ -13,7 +13,7 @@ from rich.text import Text
 
 from tierstore.cli.find import Found, find_attempts
 from tierstore.cli.options import Cli
-from tierstore.cli.plan_table import plural, when_text, why
+from tierstore.cli.plan_table import plural, verdict, when_text
 from tierstore.cli.render import TIER_MARKS, age_text, checkpoint_value, facts_table, plain_table
 from tierstore.cli.retain import housekeeping
 from tierstore.clock import utc_text
@@ -77,7 +77,7 @@ def _tell_facts(cli: Cli, info: CheckpointInfo, entry: PlanEntry | None) -> None
     if entry is None:
         facts.append(("verdict", "keep: there is no retention policy, so nothing is ever deleted"))
     else:
-        facts.append(("verdict", Text.assemble((entry.action, "bold"), f": {why(entry, now)}")))
+        facts.append(("verdict", Text.assemble((entry.action, "bold"), f": {verdict(entry, now)}")))
     cli.terminal.show(facts_table(facts))
 
 

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from tierstore.cli.confirm import confirm
-from tierstore.cli.find import chosen_runs, find_checkpoints
+from tierstore.cli.find import chosen_runs, find_checkpoints, scan_run
 from tierstore.cli.labels import Refs
 from tierstore.cli.options import Cli
 from tierstore.cli.plan_table import plural
@@ -51,18 +51,22 @@ def _gc_run(cli: Cli, session: Session, run: str, wait: bool, now: bool) -> None
     lock = None if cli.options.dry_run else _local_lock(cli, session, run)
     try:
         h = housekeeping(cli, session, run, local=cli.options.dry_run or lock is not None)
-        if cli.options.dry_run:
-            _tell(cli, h, session.run(collect(h, now=now, dry_run=True)))
-            return
-        if not cli.options.yes:
+        if cli.options.dry_run or not cli.options.yes:
             would = session.run(collect(h, now=now, dry_run=True))
+            if not (would.freed or would.waiting or would.failed):
+                scan_run(session, run)  # a wrong run is answered with the nearest one
+            if cli.options.dry_run:
+                return _tell(cli, h, would)
             if would.freed:
                 _show_freed(cli, would, "would go")
                 window = ", giving up the window in which undelete would bring them back" if now else ""
                 confirm(cli, f"free {_sum_text(would.freed)} of run {run}{window}")
         if wait:
             cli.terminal.say(f"run {run}: if somebody reads what goes, this waits; Ctrl-C ends it, and the next gc goes on")
-        _tell(cli, h, session.run(collect(h, now=now, wait_s=float("inf") if wait else 0.0)), table=cli.options.yes)
+        report = session.run(collect(h, now=now, wait_s=float("inf") if wait else 0.0))
+        if not (report.freed or report.waiting or report.failed):
+            scan_run(session, run)
+        _tell(cli, h, report, table=cli.options.yes)
     finally:
         if lock is not None:
             lock.release()
@@ -111,6 +115,8 @@ def _tell(cli: Cli, h: Housekeeping, report: CollectReport, *, table: bool = Tru
     )
     _show_freed(cli, report, "would go" if report.dry_run else "freed", table=table)
     _show_rest(cli, h, report)
+    if not (report.freed or report.waiting or report.failed):
+        cli.terminal.say(f"run {h.run}: nothing to free")
     if report.failed:
         _raise_failed(report)
 
@@ -140,8 +146,6 @@ def _show_rest(cli: Cli, h: Housekeeping, report: CollectReport) -> None:
         cli.terminal.show(f"{plural(len(names), 'temporary')} or unfinished uploads of dead processes {verb} on {tier}")
     if report.foreign:
         cli.terminal.show(Text.assemble(("left alone, not ours: ", "yellow"), format_some(report.foreign, 8)))
-    if not report.freed and not report.failed:
-        cli.terminal.say(f"run {h.run}: nothing to free" + (" yet" if report.waiting else ""))
 
 
 def _raise_failed(report: CollectReport) -> None:

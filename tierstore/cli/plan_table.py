@@ -15,7 +15,7 @@ from tierstore.names import Attempt, save_id_time
 from tierstore.tiers.retention import Plan, PlanEntry, PlanIncomplete
 from tierstore.units import format_size
 
-__all__ = ["plan_summary", "plan_table", "plan_values", "plural", "rows_left_out", "sum_nbytes", "when_text", "why"]
+__all__ = ["plan_summary", "plan_table", "plan_values", "plural", "rows_left_out", "sum_nbytes", "verdict", "when_text", "why"]
 
 MOST_ROWS = 200
 """So many rows are shown; of more, those that change, and the newest and oldest of the others."""
@@ -107,13 +107,21 @@ def why(entry: PlanEntry, now: datetime) -> str:
     if going and not entry.stays:
         words.append(f"leaves {' and '.join(drop.tier for drop in going)} with the next gc")
     words += [f"{drop.reason.text}, but it stays on {drop.tier}: {drop.blocked}" for drop in entry.drops if drop.blocked and entry.stays]
-    if entry.action == "expire" and entry.not_before:
-        words.append(f"undelete until {when_text(entry.not_before, now)}")
-    if entry.action == "expired" and entry.not_before:
-        words.append(f"freed from {when_text(entry.not_before, now)}, undelete until then")
+    return "; ".join(dict.fromkeys([*words, *_timing(entry, now)]))
+
+
+def verdict(entry: PlanEntry, now: datetime) -> str:
+    """All reasons for what becomes of the checkpoint itself, whatever becomes of single copies."""
+    return "; ".join([*(reason.text for reason in entry.reasons), *_timing(entry, now)])
+
+
+def _timing(entry: PlanEntry, now: datetime) -> list[str]:
     if entry.action == "sweep":
-        words.append("the next gc frees it")
-    return "; ".join(dict.fromkeys(words))
+        return ["the next gc frees it"]
+    if entry.not_before is None:
+        return []
+    until = when_text(entry.not_before, now)
+    return [f"undelete until {until}" if entry.action == "expire" else f"freed from {until}, undelete until then"]
 
 
 def _incomplete_row(item: PlanIncomplete, now: datetime) -> tuple[str | Text, ...]:

@@ -17,10 +17,11 @@ from tierstore.cli.options import Cli
 from tierstore.cli.plan_table import plan_summary, plan_table, plan_values, plural, rows_left_out, sum_nbytes, when_text
 from tierstore.cli.render import catalog_legend, catalog_summary, wrapped
 from tierstore.config import RetentionConfig, load_config
-from tierstore.errors import PartialError, TierStoreError, UsageError
+from tierstore.errors import NotFoundError, PartialError, RefusedError, TierStoreError, UsageError
 from tierstore.names import Attempt
 from tierstore.tiers import decisions
 from tierstore.tiers.catalog import CheckpointInfo
+from tierstore.tiers.gc.brakes import check_fraction, check_ground
 from tierstore.tiers.gc.housekeeping import Housekeeping, Situation, look, plan_of
 from tierstore.tiers.gc.prune import PruneReport
 from tierstore.tiers.gc.prune import prune as carry_out
@@ -28,7 +29,7 @@ from tierstore.tiers.leases import LeaseWatch
 from tierstore.tiers.promote import pending
 from tierstore.tiers.retention import Plan
 from tierstore.tiers.session import Session
-from tierstore.units import format_size, parse_duration, parse_percent
+from tierstore.units import format_size, format_some, parse_duration, parse_percent
 
 __all__ = ["AllRuns", "housekeeping", "on_each_run", "plan", "prune", "undelete"]
 
@@ -55,6 +56,7 @@ def plan(
             found = plan_of(h, situation)
             _emit_plan(cli, found)
             _show_plan(cli, session, situation, found, everything=everything)
+            _tell_brakes(cli, session, h, situation, found)
 
         return on_each_run(cli, chosen_runs(session, all_runs=all_runs), one)
 
@@ -83,11 +85,11 @@ def _prune_run(cli: Cli, session: Session, h: Housekeeping, fraction: float | No
     returning = [e for e in found.entries if e.action == "revive"]
     if cli.options.dry_run or not cli.options.yes:
         _show_plan(cli, session, situation, found)
+    would = session.run(carry_out(h, found, max_delete_fraction=fraction, dry_run=True))  # a brake speaks before anybody is asked
     if not (going or returning):
         cli.terminal.emit({"type": "prune", "run": h.run, "plan": found.id, "expired": 0, "revived": 0, "dry_run": cli.options.dry_run})
         cli.terminal.say(f"run {h.run}: nothing to decide")
         return
-    would = session.run(carry_out(h, found, max_delete_fraction=fraction, dry_run=True))  # a brake speaks before anybody is asked
     if not cli.options.dry_run:
         words = [f"expire {plural(len(going), 'checkpoint')} of run {h.run} ({format_size(sum_nbytes(going))})"] if going else []
         words += [f"take {plural(len(returning), 'checkpoint')} back"] if returning else []
@@ -140,7 +142,7 @@ def undelete(
     with cli.session() as session:
         targets = _expired(session, refs or (), plan_id or "")
         if not targets:
-            cli.terminal.say("nothing has expired" if not plan_id else f"nothing that plan {plan_id} expired is left to take back")
+            cli.terminal.say("nothing has expired")
             return 0
         code = decide(cli, targets, "taken back", lambda attempt: session.run(decisions.undelete(session.tiers, attempt, clock=cli.clock)))
         policy = session.config.retention_for(next(iter(targets)).run)
@@ -154,7 +156,13 @@ def _expired(session: Session, refs: Sequence[str], plan_id: str) -> dict[Attemp
     if refs:
         return {one.attempt: one.info for one in find_attempts(session, refs)}
     catalog = scan_run(session, the_run(session))
-    return {c.attempt: c for c in catalog.checkpoints if c.expired is not None and c.expired.plan.startswith(plan_id)}
+    expired = {c.attempt: c.expired for c in catalog.checkpoints if c.expired is not None}
+    chosen = {c.attempt: c for c in catalog.checkpoints if c.attempt in expired and expired[c.attempt].plan.startswith(plan_id)}
+    if plan_id and not chosen:
+        plans = sorted({one.plan for one in expired.values()})
+        hint = f"what can be taken back was expired by {format_some(plans, 5)}" if plans else "nothing has expired, or gc has freed it"
+        raise NotFoundError(f"run {catalog.run!r} has nothing left that plan {plan_id!r} expired", hint=hint, run=catalog.run)
+    return dict(chosen)
 
 
 def housekeeping(cli: Cli, session: Session, run: str, policy: RetentionConfig | None = None, *, local: bool = True) -> Housekeeping:
@@ -219,6 +227,17 @@ def _emit_plan(cli: Cli, found: Plan) -> None:
     if cli.terminal.as_json:
         for value in plan_values(found):
             cli.terminal.emit(value)
+
+
+def _tell_brakes(cli: Cli, session: Session, h: Housekeeping, situation: Situation, found: Plan) -> None:
+    """Whether `prune` would refuse to carry the plan out, and why."""
+    try:
+        session.run(check_ground(h, situation))
+        check_fraction(h, situation.catalog, found, (e.attempt for e in found.entries if e.action == "expire"), None)
+    except RefusedError as error:
+        cli.terminal.emit({"type": "brake", "run": h.run, "message": error.message, "hint": error.hint})
+        cli.terminal.show(wrapped(Text.assemble(("refused: ", "bold red"), f"`tierstore prune` would not do it: {error.message}")))
+        cli.terminal.show(wrapped(Text.assemble(("hint: ", "cyan"), error.hint)))
 
 
 def _show_plan(cli: Cli, session: Session, situation: Situation, found: Plan, *, everything: bool = False) -> None:
