@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
+import itertools
+import multiprocessing
 import os
 import random
 import shutil
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +18,9 @@ from pathlib import Path
 import pytest
 from tiers_kit import BLOCK, Hooked, SteppedClock, attempt_at, copy_to, flip, path_of, persist_rank, save, shard_of, tiers_in
 
+from tierstore import crashpoints
 from tierstore.clock import utc_text
+from tierstore.crashpoints import CRASH_EXIT
 from tierstore.errors import TemporaryError, TierStoreError
 from tierstore.names import INDEX, MANIFEST, OBJECTS, Attempt, part_name, shard_name
 from tierstore.testing.faults import FaultKind, FaultPlan, FaultStorage
@@ -413,3 +419,46 @@ def test_the_kit_saves_what_it_says(tmp_path: Path) -> None:
     tiers = tiers_in(tmp_path, NAMES)
     asyncio.run(save(tiers, 1))
     assert codes(tiers) == [("V112", "far", "")]
+
+
+@pytest.mark.parametrize(("point", "few"), [("posix.before-rename", (2, 4)), ("posix.create-before-link", (1,))])
+def test_a_process_that_dies_in_a_repair_leaves_nothing_half_done(tmp_path: Path, point: str, few: tuple[int, ...], long_run: bool) -> None:
+    """Killed at its n-th write (``--long``: every n): each file is as it was or as promised; the next repair makes the rest whole."""
+
+    async def prepare() -> Attempt:
+        tiers, (attempt,) = await stored(tmp_path / "store", 1)
+        await append(tiers.authority.storage, attempt, "quarantined", {"tier": "far", "file": SHARD, "detail": ""}, clock=SteppedClock())
+        return attempt
+
+    attempt = asyncio.run(prepare())
+    good = contents(tmp_path / "store")
+    tiers = tiers_in(tmp_path / "store", NAMES)
+    flip(path_of(tiers, "shared", attempt, SHARD), 2 * BLOCK)
+    flip(path_of(tiers, "far", attempt, SHARD), 5 * BLOCK)
+    flip(path_of(tiers, "far", attempt, MANIFEST))
+    harmed = contents(tmp_path / "store")
+    child = multiprocessing.get_context("forkserver")
+    for nth in itertools.count(1) if long_run else few:
+        root = tmp_path / str(nth)
+        shutil.copytree(tmp_path / "store", root)
+        process = child.Process(target=die_repairing, args=(root, f"{point}:{nth}"))
+        process.start()
+        process.join(60)
+        if long_run and process.exitcode == 0 and nth > max(few):
+            return
+        assert process.exitcode == CRASH_EXIT
+        for name, data in contents(root).items():
+            assert data in (good.get(name, data), harmed.get(name, data)), (point, nth, name)
+        clean = tiers_in(root, NAMES)
+        assert mend(clean).exit_code == 0
+        assert {k: v for k, v in contents(root).items() if k in good} == good, (point, nth)
+        assert {c for c, _, _ in codes(clean)} <= {"V108"}, (point, nth)  # its temporary file
+
+
+def die_repairing(root: Path, where: str) -> None:
+    os.environ["TIERSTORE_CRASH_AT"] = where
+    importlib.reload(crashpoints)
+    for module in [m for name, m in sys.modules.items() if name.startswith("tierstore.") and hasattr(m, "reach")]:
+        module.reach = crashpoints.reach  # type: ignore[attr-defined]
+    mend(tiers_in(root, NAMES))
+    os._exit(0)
