@@ -1,0 +1,161 @@
+"""Saves, promotions, prunes, collections and kill -9 at random, in one store on folders and a real S3 server; promises after each round."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from retention_kit import RUN, Truth, check_alone, check_step, files_of_storages
+from soak_child import main, state_of
+
+import tierstore
+from tierstore.names import Attempt
+from tierstore.storage.contract import Storage
+from tierstore.storage.opening import open_storage
+from tierstore.storage.posix import PosixStorage
+from tierstore.testing.equality import assert_same_state
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["torch", "tierstore.store", "tierstore.storage.s3"])
+
+ROUND_S = 1.5
+"""How long a child lives at most after it has begun to train."""
+RETENTION = {
+    "keep": [{"last": 2}, {"every": {"steps": 10}}, {"best": {"metric": "loss", "mode": "min"}}, {"tags": ["good"]}],
+    "tiers": {"node": {"keep": [{"last": 1}]}, "shared": {"keep": [{"last": 4}]}},
+    "protect": {"min_age": "100ms", "min_keep": 2},
+    "gc": {
+        "undelete_window": "200ms",
+        "orphan_grace": "5s",
+        "lease_ttl": "2s",
+        "max_clock_skew": "50ms",
+        "max_delete_fraction": "100%",
+    },
+}
+
+
+def config_of(root: Path, bucket: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "run": RUN,
+        "tiers": [
+            {"name": "node", "uri": str(root / "node"), "scope": "node"},
+            {"name": "shared", "uri": str(root / "shared"), "scope": "shared"},
+            {"name": "far", "uri": bucket, "scope": "shared", "options": dict(options)},
+        ],
+        "retention": RETENTION,
+    }
+
+
+class Child:
+    """A trainer in a process of its own."""
+
+    def __init__(self, config: Mapping[str, Any], seed: int, errors: Path) -> None:
+        self.errors = errors
+        reader, writer = _SERVER.Pipe(duplex=False)
+        self._process = _SERVER.Process(target=main, args=(dict(config), seed, writer, str(errors)))
+        self._process.start()
+        writer.close()
+        self._output = os.fdopen(os.dup(reader.fileno()), encoding="utf-8")
+        reader.close()
+
+    def lines(self) -> Iterator[str]:
+        while line := self._output.readline():
+            yield line
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def end(self) -> tuple[int | None, str]:
+        output = self._output.read()
+        self._process.join()
+        self._output.close()
+        status = self._process.exitcode
+        self._process.close()
+        return status, output
+
+
+def live_for(config: Mapping[str, Any], seed: int, seconds: float, errors: Path) -> list[dict[str, Any]]:
+    """One life of a trainer: what it was promised until it was killed."""
+    child = Child(config, seed, errors)
+    first = next(child.lines(), "")
+    killer = threading.Timer(seconds if first else 0.0, child.kill)
+    killer.start()
+    status, rest = child.end()
+    killer.cancel()
+    assert status == -9, f"it ended by itself with {status}: {errors.read_text()[-4000:]}"
+    whole = f"{first}{rest}".split("\n")[:-1]  # a line that the kill cut off is no promise
+    return [json.loads(line) for line in whole]
+
+
+def storages_of(config: Mapping[str, Any]) -> dict[str, Storage]:
+    made: dict[str, Storage] = {}
+    for tier in config["tiers"]:
+        folder = tier["uri"].startswith("/")
+        made[tier["name"]] = (
+            PosixStorage(Path(tier["uri"]), durable=False) if folder else open_storage(tier["uri"], options=tier["options"])
+        )
+    return made
+
+
+async def look(config: Mapping[str, Any]) -> Truth:
+    """The bytes on all tiers, and what each durable tier alone shows of them."""
+    storages = storages_of(config)
+    try:
+        truth = Truth(await files_of_storages(storages))
+        await check_alone(storages, truth)
+        return truth
+    finally:
+        for storage in storages.values():
+            await storage.close()
+
+
+def last_of(truth: Truth, step: int) -> Attempt:
+    """The attempt that a step's number stands for."""
+    return max(a for a, facts in truth.facts().items() if a.step == step and facts.committed)
+
+
+@pytest.mark.s3
+@pytest.mark.timeout(3600)
+def test_promises_hold_through_saves_prunes_collections_and_kills(
+    tmp_path: Path, s3_bucket: str, s3_options: dict[str, Any], long_run: bool
+) -> None:
+    config = config_of(tmp_path, s3_bucket, s3_options)
+    seed = int.from_bytes(os.urandom(4), "big")
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    committed: set[int] = set()
+    pinned: set[int] = set()
+    before = asyncio.run(look(config))
+    ends = time.monotonic() + (300.0 if long_run else 15.0)
+    turn = swept = 0
+    while turn < 3 or time.monotonic() < ends:
+        turn += 1
+        events = live_for(config, dice.getrandbits(32), dice.uniform(0.1, ROUND_S), tmp_path / "errors")
+        for event in events:
+            if event["event"] == "committed":
+                committed.add(event["step"])
+            elif event["event"] == "pinned":
+                pinned.add(event["step"])
+            elif event["event"] == "unpinned":
+                pinned.discard(event["step"])
+        truth = asyncio.run(look(config))
+        check_step(before, truth, keeping={last_of(truth, step) for step in pinned}, several=True)
+        lost = committed - {attempt.step for attempt, facts in truth.facts().items() if facts.committed}
+        assert not lost, f"acknowledged as committed, but there is no such record: {lost}"
+        with tierstore.open({key: value for key, value in config.items() if key != "retention"}) as store:
+            for info in store.checkpoints()[-4:]:
+                assert_same_state(store.load(info.step), state_of(info.step))
+        before, swept = truth, len(truth.swept())
+        counts = {kind: sum(e["event"] == kind for e in events) for kind in ("committed", "pinned", "refused")}
+        print(f"turn {turn}: {counts}, {len(truth.existing())} checkpoints, {swept} swept")
+    assert swept, "nothing was ever deleted"
