@@ -41,6 +41,7 @@ class _Work:
     zone: tzinfo
     future: Collection[Attempt]
     protected: Mapping[Attempt, Reason]
+    verified: Collection[Attempt]
     gone: dict[Attempt, set[str]] = field(default_factory=dict)
     drops: dict[Attempt, list[Drop]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -55,9 +56,13 @@ def plan_drops(
     zone: tzinfo,
     future: Collection[Attempt],
     protected: Mapping[Attempt, Reason],
+    verified: Collection[Attempt],
 ) -> tuple[Mapping[Attempt, list[Drop]], list[str]]:
-    """The drops of each checkpoint, nearest tier first, and warnings about tiers that stay over their limits."""
-    work = _Work(policy=policy, tiers=tiers, now=now, zone=zone, future=future, protected=protected)
+    """The drops of each checkpoint, nearest tier first, and warnings about tiers that stay over their limits.
+
+    `verified` are the newest verified checkpoints: they stay on the tier of `durable_at`, or others would become the newest verified.
+    """
+    work = _Work(policy=policy, tiers=tiers, now=now, zone=zone, future=future, protected=protected, verified=verified)
     for number, tier in enumerate(tiers):
         rules = (policy.tiers or {}).get(tier.name)
         if rules is not None:
@@ -152,6 +157,8 @@ def _blocks(work: _Work, number: int, fate: Fate, copies: Sequence[str]) -> Iter
     why = work.protected.get(info.attempt)
     if why is not None and why.kind in _BLOCKING:
         yield why.text
+    if work.tiers[number].durable_at and info.attempt in work.verified:
+        yield f"the newest verified checkpoint stays on {work.tiers[number].name}"
     if len(copies) < least:
         yield f"{len(copies) or 'no'} counted {'copy' if len(copies) < 2 else 'copies'} elsewhere, min_copies is {least}"
     # What is hidden is copied nowhere any more, so it is not waited for on the next tier.

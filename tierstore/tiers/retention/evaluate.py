@@ -76,7 +76,16 @@ def evaluate(
         for info, action, _ in decided
         if info.attempt not in aside or aside[info.attempt].kind not in _UNJUDGED
     ]
-    drops, notes = plan_drops(fates, policy, tiers=tiers, now=now, zone=zone_of(policy.timezone), future=future, protected=protected)
+    drops, notes = plan_drops(
+        fates,
+        policy,
+        tiers=tiers,
+        now=now,
+        zone=zone_of(policy.timezone),
+        future=future,
+        protected=protected,
+        verified={attempt for attempt, reasons in verdicts.run.items() if any(r.kind == "newest-verified" for r in reasons)},
+    )
     named = {rule.best.metric for rule in _all_rules(policy) if rule.best is not None}
     return make_plan(
         run=run,

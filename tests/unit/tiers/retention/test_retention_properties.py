@@ -273,3 +273,13 @@ def test_room_is_never_made_by_the_newest_of_a_tier(scene: Scene) -> None:
         there = [c for c in ranking(scene) if holds(c, tier) and c.attempt in stays(plan)]
         entry = plan.entry(there[0].attempt) if there else None
         assert entry is None or not [drop for drop in entry.drops if drop.tier == tier]
+
+
+@given(scenes())
+def test_the_newest_verified_stays_on_the_tier_that_makes_it_durable(scene: Scene) -> None:
+    durable = [tier for tier in scene.tiers if tier.durable_at]
+    verified = next((info for info in ranking(scene) if counted_copies(info, durable)), None)
+    assume(verified is not None)
+    assert verified is not None
+    after = {info.attempt: info for info in carry_out(scene.infos, scene.plan())}
+    assert counted_copies(after[verified.attempt], durable)
