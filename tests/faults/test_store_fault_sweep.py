@@ -115,7 +115,8 @@ def save_and_check(root: Path, plan: ArmedPlan, patch: pytest.MonkeyPatch) -> No
         count = len(store.checkpoints())
         found = asyncio.run(verify(store._session.tiers, "r", level="full"))
     assert count == (3 if resumed.step == 2 else 2), what
-    leftovers = {(f.code, f.tier) for f in found.findings}  # V112: only some of a checkpoint's files, and no receipt that counts them
+    # V112: only some of a checkpoint's files, and no receipt that counts them. V115: a bad read of a good file, which `repair` proves.
+    leftovers = {(f.code, f.tier) for f in found.findings if f.code != "V115"}
     assert leftovers <= ({("V112", "node")} if passed_over else set()), what
     assert count * len(NAMES) - found.checkpoints in ((0, 1) if passed_over else (0,)), what
 

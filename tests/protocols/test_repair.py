@@ -167,6 +167,30 @@ def test_what_is_good_nowhere_is_named_with_its_tensors_and_the_rest_is_mended(t
     assert mend(tiers).exit_code == 6
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_index_and_objects_that_no_tier_has_are_made_anew_from_the_parts(tmp_path: Path, world_size: int) -> None:
+    """Also the shards can be mended then, for their digests are in that index."""
+
+    async def prepare() -> tuple[Tiers, Attempt]:
+        tiers = tiers_in(tmp_path, NAMES)
+        attempt = await save(tiers, 1, world_size=world_size)
+        await reconcile(tiers, "run", clock=SteppedClock())
+        return tiers, attempt
+
+    tiers, attempt = asyncio.run(prepare())
+    before = contents(tmp_path)
+    for tier in ("shared", "far"):
+        flip(path_of(tiers, tier, attempt, INDEX))
+        path_of(tiers, tier, attempt, OBJECTS).unlink()
+    flip(path_of(tiers, "far", attempt, shard_name(0, world_size)))
+    assert mend(tiers, dry_run=True).exit_code == 0
+    report = mend(tiers)
+    assert report.exit_code == 0
+    assert {m.sources for m in report.mended if m.file == INDEX} >= {("the part records",)}
+    assert contents(tmp_path) == before
+    assert codes(tiers) == []
+
+
 def test_a_copy_that_is_gone_is_made_again_with_its_log(tmp_path: Path) -> None:
     tiers, (attempt,) = asyncio.run(stored(tmp_path, 1))
     before = contents(tmp_path)

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 from tierstore.clock import Clock
 from tierstore.errors import IntegrityError, NotFoundError, PartialError, RefusedError, TierStoreError
-from tierstore.format.index import Index
+from tierstore.format.index import Index, decode_index
 from tierstore.format.manifest import Manifest
 from tierstore.format.record import Record
-from tierstore.names import MANIFEST, Attempt
+from tierstore.names import INDEX, MANIFEST, OBJECTS, Attempt
 from tierstore.tiers.catalog import CheckpointInfo, RecordCache, scan
 from tierstore.tiers.checkpoint import parse_file_name
 from tierstore.tiers.copying import CopyContext, Proof
@@ -27,6 +27,7 @@ from tierstore.tiers.leases import hold_lease
 from tierstore.tiers.log import append, read_log
 from tierstore.tiers.log_facts import LogFacts, fold
 from tierstore.tiers.mending import Mended, Unmended, mend_document, mend_shard
+from tierstore.tiers.mending_documents import remade_documents
 from tierstore.tiers.mending_logs import mend_log_copies, mend_record
 from tierstore.tiers.progress import Progress
 from tierstore.tiers.sources import sources_of
@@ -205,17 +206,45 @@ async def _repair_checkpoint(repairing: _Repairing, info: CheckpointInfo, damage
             if why:
                 repairing.skipped.append((attempt, why))
                 return
-            found = await good_manifest(tiers, info)
-            manifest = found[0] if found else None
+            known = await good_manifest(tiers, info)
+            manifest = known[0] if known else None
             index = await good_index(tiers, info, manifest) if manifest else None
+            made: dict[str, bytes] = {}
+            if manifest is not None and _documents_are_damaged(damaged, index):
+                made = await remade_documents(attempt, manifest, tiers.tiers)
+            if index is None and INDEX in made:
+                index, _ = decode_index(made[INDEX])
+                damaged = {name: [*found, *_unseen(info, index, tiers.get(name), found)] for name, found in damaged.items()}
             for tier in tiers:
                 if tier.name in damaged and tier.name not in facts.dropped:
-                    await _repair_copy(repairing, info, tier, records, manifest, index, damaged[tier.name])
+                    await _repair_copy(repairing, info, tier, records, manifest, index, made, damaged[tier.name])
     except NotFoundError as error:  # deleted meanwhile
         repairing.skipped.append((attempt, error.message))
     except TierStoreError as error:
         for name in damaged:
             repairing.take(Unmended(attempt=attempt, tier=name, file="", reason=error.message, exit_code=error.exit_code))
+
+
+def _documents_are_damaged(damaged: Mapping[str, Sequence[Finding]], index: Index | None) -> bool:
+    """Whether it is worth making index and objects from the parts: no tier has the index, or more than one lacks good objects."""
+    return index is None or sum(any(f.file == OBJECTS for f in findings) for findings in damaged.values()) > 1
+
+
+def _unseen(info: CheckpointInfo, index: Index, tier: Tier, findings: Sequence[Finding]) -> list[Finding]:
+    """The shards on a tier that verify could not look at without an index: they are read now."""
+    named = {f.file for f in findings}
+    if any(f.code == "V113" for f in findings):
+        return []
+    return [
+        Finding(code="V109", tier=tier.name, file=name, detail="not looked at without an index", checkpoint=info.attempt.folder)
+        for name in index.file_names
+        if name not in named and (not _is_share(info, tier) or _of_ranks(name, info, tier))
+    ]
+
+
+def _is_share(info: CheckpointInfo, tier: Tier) -> bool:
+    """Whether a node's tier holds the parts of its own ranks only."""
+    return tier.scope == "node" and 0 < len(info.receipts.get(tier.name, ())) < info.world_size
 
 
 def _left_alone(facts: LogFacts, info: CheckpointInfo, clock: Clock) -> str:
@@ -236,19 +265,19 @@ async def _repair_copy(
     records: Sequence[Record],
     manifest: Manifest | None,
     index: Index | None,
+    made: Mapping[str, bytes],
     findings: Sequence[Finding],
 ) -> None:
     """Everything of one checkpoint on one tier; the manifest after all that it names, then the log's copies, then the record."""
     attempt, context, dry_run = info.attempt, repairing.context, repairing.dry_run
     others = [s.tier for s in sources_of(repairing.tiers, info) if s.tier.name != tier.name]
     wanted = {f.file: f for f in findings if f.file and f.code in (*_WRITTEN, *_PROVED)}
-    whole = any(f.code == "V113" for f in findings)
+    whole, share = any(f.code == "V113" for f in findings), _is_share(info, tier)
     results: list[Mended | Unmended] = []
     if manifest is None:
         if wanted or whole:
             results.append(Unmended(attempt=attempt, tier=tier.name, file=MANIFEST, reason="no tier has the manifest of this checkpoint"))
     else:
-        share = 0 < len(info.receipts.get(tier.name, ())) < info.world_size and tier.scope == "node"
         chosen = [f for f in manifest.files if f.name in wanted or (whole and (not share or _of_ranks(f.name, info, tier)))]
 
         async def shard(name: str) -> Mended | Unmended:
@@ -267,7 +296,7 @@ async def _repair_copy(
             return await mend_shard(context, attempt, tier, others, entry, index, bad=bad, dry_run=dry_run)
 
         async def document(name: str, proof: Proof) -> Mended | Unmended:
-            return await mend_document(context, attempt, tier, others, name, proof, dry_run=dry_run)
+            return await mend_document(context, attempt, tier, others, name, proof, made=made.get(name), dry_run=dry_run)
 
         results += await together(shard, [f.name for f in chosen if f.kind == "shard"])
         for kind in ("part", "objects", "index"):
