@@ -16,7 +16,7 @@ from tierstore.names import MANIFEST
 from tierstore.storage.contract import FileInfo
 from tierstore.storage.tasks import all_or_none
 from tierstore.tiers.copying import CopyContext, OnDamage, Proof, copy_document, copy_file, read_document
-from tierstore.tiers.log import append
+from tierstore.tiers.log import append, parse_record
 from tierstore.tiers.log_facts import fold
 from tierstore.tiers.space import check_space
 from tierstore.tiers.tier import Tier
@@ -137,11 +137,18 @@ async def _copy_manifest(context: CopyContext, view: AttemptView, target: Tier) 
 
 
 async def _copy_log(context: CopyContext, view: AttemptView, target: Tier) -> None:
-    """Copies of the log's records, for reading only; the commit record last: it makes the replica readable by itself."""
+    """Copies of the log's records, for reading only; the commit record last: it makes the replica readable by itself.
+
+    Raises:
+        IntegrityError: A record came garbled; nothing of it was written.
+    """
     reach("promote.before-record")
     for record in reversed(view.records):
         path = view.attempt.record_path(record.seq)
-        await target.storage.put(path, await context.tiers.authority.storage.read(path))
+        data = await context.tiers.authority.storage.read(path)
+        if parse_record(data, path, record.seq) != record:  # a record is proved by its own digest; it never changes
+            raise IntegrityError(f"{path} is not what it was a moment ago", hint="run `tierstore verify`", file=path)
+        await target.storage.put(path, data)
     reach("promote.after-record")
 
 
