@@ -13,7 +13,7 @@ import termios
 from pathlib import Path
 
 import pytest
-from cli_kit import Shell, make_store, shell_on
+from cli_kit import Shell, make_store, save_again, shell_on
 
 from tierstore.config import load_config
 from tierstore.tiers.catalog import scan
@@ -411,6 +411,18 @@ def test_explain_tells_when_why_and_by_whom_one_went(shell: Shell) -> None:
     text = shell("explain", "@11500").stdout
     assert "gone: freed for good 29 Nov 03:00Z" in text
     assert "lines of the audit log, llama/.audit" in text
+
+
+def test_explain_names_the_other_attempts_at_the_step(shell: Shell) -> None:
+    shell("prune", "-y")
+    shell("gc", "--now", "-y")
+    save_again(shell.config, 11500)
+    values = shell.json("explain", "@11500")
+    assert [v["state"] for v in values if v["type"] == "other_attempt"] == ["gone: freed for good"]
+    assert values[0]["type"] == "checkpoint"
+    save_again(shell.config, 11500)
+    values = shell.json("explain", "@11500")
+    assert [v["state"] for v in values if v["type"] == "other_attempt"] == ["superseded", "gone: freed for good"]
 
 
 # ---- du, df, diff

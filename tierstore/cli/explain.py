@@ -20,7 +20,7 @@ from tierstore.clock import utc_text
 from tierstore.errors import StorageError
 from tierstore.format.record import Record
 from tierstore.names import Attempt
-from tierstore.tiers.catalog import CheckpointInfo
+from tierstore.tiers.catalog import Catalog, CheckpointInfo
 from tierstore.tiers.gc.audit import audit_root
 from tierstore.tiers.gc.housekeeping import Situation, look, plan_of
 from tierstore.tiers.log import read_log
@@ -62,6 +62,7 @@ def explain(
     _tell_words(cli, words, entry)
     _tell_tiers(cli, info, entry, situation)
     _tell_log(cli, info.records)
+    _tell_others(cli, info, situation.catalog)
     return 0
 
 
@@ -126,6 +127,17 @@ def _tell_log(cli: Cli, records: Sequence[Record]) -> None:
         value = {"type": "record", "seq": record.seq, "kind": record.kind, "at": record.at, "actor": record.actor}
         cli.terminal.emit({**value, "words": record_words(record), "data": dict(record.data)})
     cli.terminal.show("", table)
+
+
+def _tell_others(cli: Cli, info: CheckpointInfo, catalog: Catalog) -> None:
+    """Other attempts at the same step: a later one took their place, or they went."""
+    others = [(c.attempt, "superseded" if c.superseded else "expired" if c.hidden else "committed") for c in catalog.checkpoints]
+    others += [(attempt, "gone: freed for good") for attempt in catalog.swept]
+    others += [(one.attempt, f"condemned: {one.condemned}") for one in catalog.condemned]
+    for attempt, state in others:
+        if attempt.step == info.step and attempt != info.attempt:
+            cli.terminal.emit({"type": "other_attempt", "step": attempt.step, "save_id": attempt.save_id, "state": state})
+            cli.terminal.show(f"another attempt at this step, {attempt.name}: {state}")
 
 
 def record_words(record: Record) -> str:

@@ -81,6 +81,17 @@ def test_a_block_of_its_own_tells_and_a_shared_one_does_not(tmp_path: Path) -> N
     run(main())
 
 
+def test_another_place_within_the_blocks_is_no_change(tmp_path: Path) -> None:
+    async def main() -> None:
+        tiers = tiers_in(tmp_path)
+        table = values(6, 1, 3 * BLOCK - 7)
+        first = await saved(tiers, 1, {"table": table})
+        second = await saved(tiers, 2, {"before": values(7, 1, 3 * BLOCK - 7), "table": table})
+        assert await changes(first, second) == {"before": ("added", "added"), "table": ("unknown", "same")}
+
+    run(main())
+
+
 @pytest.mark.parametrize(("ranks", "axis"), [(2, 0), (3, 1), (3, 0)])
 def test_another_layout_is_compared_by_its_data(tmp_path: Path, ranks: int, axis: int) -> None:
     async def main() -> None:
