@@ -476,24 +476,28 @@ def test_a_forked_child_holds_a_lease_of_its_own_and_does_not_end_its_parents(tm
     async def ids() -> set[str]:
         return {info.path for info in await tiers.authority.storage.list(lease_root(RUN))}
 
-    async def in_child(lease: Lease, parents: set[str]) -> bool:
+    async def in_child(lease: Lease, other: Lease, parents: set[str]) -> bool:
         if lease.alive:
             return False
+        await other.release()  # what a child closes ends nothing of its parent's
+        if await ids() != parents:
+            return False
         lease.begin()
-        held = await lease.settled() and len(await ids()) == 2
+        held = await lease.settled() and len(await ids()) == 3
         await lease.release()
         return held and await ids() == parents
 
     async def work() -> int:
         attempt = await save(tiers, 1)
-        async with hold_lease(tiers, attempt, ttl_s=TTL_S, clock=clock) as lease:
+        holding = (hold_lease(tiers, attempt, ttl_s=TTL_S, clock=clock) for _ in range(2))
+        async with next(holding) as lease, next(holding) as other:
             parents = await ids()
             child = os.fork()
             if child == 0:
                 code = 1
                 try:
                     asyncio.events._set_running_loop(None)
-                    code = 0 if asyncio.run(in_child(lease, parents)) else 2
+                    code = 0 if asyncio.run(in_child(lease, other, parents)) else 2
                 finally:
                     os._exit(code)
             _, status = await asyncio.to_thread(os.waitpid, child, 0)
