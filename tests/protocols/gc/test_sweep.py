@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from gc_kit import DAY, HOUR, World, condemned_log, policy_of, run, swept_log
 from tiers_kit import Hooked, persist_rank
 
+from tierstore.clock import utc_text
 from tierstore.errors import NotFoundError, TemporaryError, TierStoreError
 from tierstore.names import MANIFEST, Attempt
 from tierstore.storage.contract import Storage
@@ -280,8 +282,10 @@ def test_files_of_others_stay_and_are_named(tmp_path: Path) -> None:
 def test_the_newest_is_never_swept_whatever_a_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         world = World(tmp_path)
-        await world.save(1, 2)
+        _, new = await world.save(1, 2)
         await world.expire()
+        past = {"plan": "", "reason": "a fault", "not_before": utc_text(world.clock.now() - timedelta(days=2))}
+        await append(world.tiers.authority.storage, new, "expired", past, clock=world.clock)
         planned = housekeeping.plan_of
 
         def all_go(*args: Any) -> Any:
@@ -289,7 +293,7 @@ def test_the_newest_is_never_swept_whatever_a_plan_says(tmp_path: Path, monkeypa
             return replace(plan, entries=tuple(replace(entry, action="sweep") for entry in plan.entries))
 
         monkeypatch.setattr("tierstore.tiers.gc.collect.plan_of", all_go)
-        await world.collect()
+        assert dict((await world.collect()).waiting)[new] == "the newest checkpoint is never deleted"
         assert await world.steps() == [2]
 
     run(work())
