@@ -161,7 +161,7 @@ def test_after_a_power_failure_at_any_instant_of_a_deletion_the_promises_hold(re
 
 def test_after_a_power_failure_the_next_collector_finishes(recorded: Recorded, long_run: bool) -> None:
     states = states_of(recorded.ops, recorded.start, limit=64)
-    chosen = states if long_run or len(states) <= 60 else random.Random(1).sample(states, 60)
+    chosen = states if long_run or len(states) <= 30 else random.Random(1).sample(states, 30)
     for state in chosen:
         run_virtually(check_disk(state, recorded, finish=True))
 
