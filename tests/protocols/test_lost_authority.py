@@ -11,7 +11,7 @@ from tiers_kit import SteppedClock, attempt_at, persist_rank, save
 
 from tierstore.config import load_config
 from tierstore.config_models import StoreConfig, TierConfig
-from tierstore.errors import RefusedError
+from tierstore.errors import RefusedError, TemporaryError
 from tierstore.names import DESCRIPTOR, Attempt
 from tierstore.storage.contract import Storage
 from tierstore.storage.posix import PosixStorage
@@ -121,9 +121,17 @@ def test_a_recovery_that_is_interrupted_among_the_records_is_finished_by_the_nex
     shutil.rmtree(tmp_path / "shared")
     with opened(tmp_path, lost="recover") as session:
         storage = session.tiers.authority.storage
-        far = session.tiers.get("far").storage
-        path = attempt.record_path(2)
-        session.run(storage.create(path, session.run(far.read(path))))  # so far did the first one come
+        create, made = storage.create, 0
+
+        async def once(path: str, data: bytes) -> None:
+            nonlocal made
+            made += "/.log/" in path
+            if made == 2:
+                raise TemporaryError("connection refused")
+            await create(path, data)
+
+        storage.create = once  # type: ignore[method-assign]
+        assert not session.run(recover(session.tiers, "run", clock=SteppedClock())).ok
         assert [c.authority_lost for c in catalog(session).checkpoints] == [True]
         assert session.run(recover(session.tiers, "run", clock=SteppedClock())).ok
         facts = fold(session.run(read_log(storage, attempt)))
