@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tierstore.config import StoreConfig, load_config
     from tierstore.errors import TierStoreError
     from tierstore.format.objects import ObjectCodecs
+    from tierstore.retention import Retention
     from tierstore.state.export.exporting import Exported, ExportOptions
     from tierstore.state.foreign.opening import open_foreign
     from tierstore.state.lazy import Checkpoint, LazyTensor
@@ -29,6 +30,7 @@ __all__ = [
     "LoadOptions",
     "ObjectCodecs",
     "RankValues",
+    "Retention",
     "Store",
     "StoreConfig",
     "Ticket",
@@ -52,6 +54,7 @@ _HOMES = {
     "LoadOptions": "tierstore.state.load",
     "ObjectCodecs": "tierstore.format.objects",
     "RankValues": "tierstore.state.rank_values",
+    "Retention": "tierstore.retention",
     "Store": "tierstore.store",
     "StoreConfig": "tierstore.config",
     "Ticket": "tierstore.tiers.ticket",

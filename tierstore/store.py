@@ -16,6 +16,7 @@ from tierstore.config_uris import check_outside
 from tierstore.errors import ClosedError, TierStoreError, UsageError, reason_of
 from tierstore.format.objects import ObjectCodecs
 from tierstore.names import Attempt, Reference, check_run, check_step, later_save_id, parse_reference
+from tierstore.retention import Retention
 from tierstore.state.adopt import adopt_foreign
 from tierstore.state.agreement import Agreement
 from tierstore.state.candidates import info_of, same_facts
@@ -110,6 +111,14 @@ class Store:
         self._cadence = Cadence(config.save.every, self._clock, history=lambda: self._catalog().checkpoints)
         self._cache = self._session.new_cache() if rank == 0 else RecordCache()  # of many ranks one keeps this machine's disk busy
         self._worker = Worker(self._session, self.run, rank=rank)
+        self._retention = Retention(
+            self._session,
+            self.run,
+            resolve=self._resolve,
+            cache=self._cache,
+            protected=self._worker.protected,
+            busy=self._worker.writing,
+        )
         self._pool = ImagePool(self._image_directory(), max_nbytes=config.io.max_inflight)
         self._lock = threading.Lock()
         self._process_group = process_group
@@ -521,6 +530,12 @@ class Store:
         check_outside(to, {tier.name: tier.uri for tier in self.config.tiers})
         with self.open_checkpoint(which) as checkpoint:
             return checkpoint.export(to, options, storage_options=storage_options, progress=progress, dry_run=dry_run)
+
+    @property
+    def retention(self) -> Retention:
+        """What stays and what goes: pins, tags, holds, late metrics; the plan; deciding by it, and freeing."""
+        self._check_usable()
+        return self._retention
 
     # ---- background work
 

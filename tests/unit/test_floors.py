@@ -34,6 +34,7 @@ FLOORS: dict[str, int] = {
     "storage": 2,
     "tiers": 3,
     "state": 4,
+    "retention": 4,
     "store": 5,
     "cli": 6,
     "agent": 6,

@@ -344,10 +344,7 @@ class Engine:
         found = dict.fromkeys(saving, Reason(kind="in-flight", text="it is being saved"))
         for lane in self.lanes.values():
             found |= dict.fromkeys(lane.working, Reason(kind="in-flight", text=f"it is being copied to {lane.tier.name}"))
-        source = self.source.attempt
-        if source is not None:
-            found[source] = Reason(kind="resumed-from", text="training went on from it, and no newer save is durable yet")
-        return found
+        return found | self.source.protected()
 
     def pending(self) -> list[PendingCopy]:
         failing_s = self.queue.failing_s()

@@ -6,6 +6,7 @@ import threading
 
 from tierstore.names import Attempt
 from tierstore.tiers.leases import Lease
+from tierstore.tiers.retention import Reason
 from tierstore.tiers.ticket import Ticket
 
 __all__ = ["ResumeSource"]
@@ -22,6 +23,12 @@ class ResumeSource:
     @property
     def attempt(self) -> Attempt | None:
         return self._attempt
+
+    def protected(self) -> dict[Attempt, Reason]:
+        """That it is not to go, and why."""
+        source = self._attempt
+        why = Reason(kind="resumed-from", text="training went on from it, and no newer save is durable yet")
+        return {} if source is None else {source: why}
 
     def set(self, attempt: Attempt | None, lease: Lease | None = None) -> None:
         """Takes a checkpoint and its lease, and lets the one before go."""

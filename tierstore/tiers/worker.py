@@ -12,7 +12,7 @@ import concurrent.futures
 import logging
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any, Protocol, TypeVar
 
 from tierstore.clock import Clock
@@ -28,6 +28,7 @@ from tierstore.tiers.locks import RunLock, lock_path
 from tierstore.tiers.progress import NO_PROGRESS, Progress, TransferBoard
 from tierstore.tiers.promote import ReconcileReport, reconcile
 from tierstore.tiers.resume_source import ResumeSource
+from tierstore.tiers.retention import Reason
 from tierstore.tiers.saves import Save, SaveQueue, closed_before_written, closed_on_the_way
 from tierstore.tiers.status import Status, WorkerView, collect_status
 from tierstore.tiers.ticket import Ticket
@@ -132,6 +133,14 @@ class Worker:
         self._queue.raise_errors()
 
     # ---- what others left
+
+    def protected(self) -> Mapping[Attempt, Reason]:
+        """What must not go under this process's hands, and why. To be asked on the event loop."""
+        return self._engine.protected() if self._engine is not None else self._source.protected()
+
+    def writing(self) -> bool:
+        """Whether a save is being written: no deletion begins then."""
+        return self._engine is not None and self._engine.queue.writing()
 
     def resumed_from(self, attempt: Attempt, lease: Lease | None) -> None:
         """Training goes on from `attempt`: it is not deleted, and its lease is kept, until a save that begins after this is durable."""
