@@ -20,6 +20,7 @@ from tierstore.storage.contract import Storage
 from tierstore.tiers.decisions import hold, pin, set_metrics
 from tierstore.tiers.gc import housekeeping
 from tierstore.tiers.gc.collect import collect
+from tierstore.tiers.gc.sweep import decide_sweep
 from tierstore.tiers.leases import LeaseWatch, hold_lease
 from tierstore.tiers.log import append, read_log
 from tierstore.tiers.replica import open_replica
@@ -124,6 +125,23 @@ def test_a_dead_readers_lease_holds_for_one_ttl_of_one_observer(tmp_path: Path) 
         world.clock.advance(10 * DAY)
         assert (await collect(world.h(leases=LeaseWatch(world.clock)))).freed == ()  # a new observer has seen nothing yet
         assert {f.tier for f in (await world.collect()).freed} == {"shared", "far"}  # this one has seen the same beat for days
+
+    run(work())
+
+
+def test_what_was_swept_while_this_process_uses_it_is_left_until_it_does_not(tmp_path: Path) -> None:
+    """Another collector could not know: the user's lease had ended."""
+
+    async def work() -> None:
+        world = World(tmp_path)
+        old, _ = await world.save(1, 2)
+        await world.expire()
+        await decide_sweep(world.h(), await world.info(old), ())
+        world.protected[old] = Reason(kind="resumed-from", text="resumed from")
+        report = await world.collect()
+        assert (report.freed, dict(report.waiting)) == ((), {old: "resumed from"})
+        world.protected.clear()
+        assert {f.tier for f in (await world.collect()).freed} == {"shared", "far"}
 
     run(work())
 

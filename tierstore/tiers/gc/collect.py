@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any, TypeVar
 
-from tierstore.errors import ConflictError, NotFoundError, RefusedError, TierStoreError
+from tierstore.errors import ConflictError, RefusedError, TierStoreError
 from tierstore.format.record import Record
 from tierstore.names import Attempt
 from tierstore.tiers.checkpoint import CheckpointInfo
@@ -38,7 +38,7 @@ __all__ = ["CollectReport", "Tended", "collect", "tend"]
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_AT_A_TIME = 64
+_AT_A_TIME = 32
 """Attempts that are decided, written down and deleted together: their files are in memory."""
 _AT_ONCE = 8
 
@@ -245,7 +245,7 @@ class _Collecting:
             return
         for attempt, readers in reading.items():
             self.waiting.append((attempt, f"swept, but read by {', '.join(reader.holder for reader in readers)}"))
-        free = {attempt: record for attempt, record in swept.items() if attempt not in reading}
+        free = {a: record for a, record in swept.items() if a not in reading and not self._is_protected(a)}
         jobs = [sweep_job(attempt, tier, record) for attempt, record in free.items() for tier in self._own]
         done = await self._remove(jobs)
         if self._dry_run or not self._h.shared:
@@ -280,9 +280,8 @@ class _Collecting:
         done = await self._remove(jobs)
         if self._dry_run:
             return
-        for job in jobs:
-            if (job.attempt, job.tier.name) in done:
-                await self._try(job.attempt, job.tier.name, finish_eviction(self._h, job))
+        gone = [job for job in jobs if (job.attempt, job.tier.name) in done]
+        await together(lambda job: self._try(job.attempt, job.tier.name, finish_eviction(self._h, job)), gone, at_once=_AT_ONCE)
 
     async def _remove(self, jobs: Sequence[Emptying]) -> set[tuple[Attempt, str]]:
         """Lists and deletes; returns (attempt, tier) of the jobs of which nothing that is ours to delete is left."""
@@ -326,7 +325,8 @@ class _Collecting:
         return any(name in self._own_names for name in self._seen.catalog.remains.get(attempt, ()))
 
     def _is_protected(self, attempt: Attempt) -> bool:
-        reason = self._seen.protected.get(attempt)
+        """Whether this process uses an attempt that is gone; then it is left for later."""
+        reason = self._h.protected().get(attempt)
         if reason is not None:
             self.waiting.append((attempt, reason.text))
         return reason is not None
@@ -335,7 +335,7 @@ class _Collecting:
         """Awaits one step; what was decided otherwise meanwhile is noted as waiting, a fault as failed: others go on."""
         try:
             return await work
-        except (ConflictError, RefusedError, NotFoundError) as error:
+        except (ConflictError, RefusedError) as error:
             self.waiting.append((attempt, error.message))
         except TierStoreError as error:
             log.warning("tier=%s checkpoint=%s not collected: %s", tier or self._h.tiers.authority.name, attempt.folder, error.message)

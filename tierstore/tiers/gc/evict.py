@@ -166,6 +166,8 @@ async def _check(h: Housekeeping, attempt: Attempt, tier: Tier, facts: LogFacts)
     """Refuses what must not be dropped; else says which copies stand elsewhere."""
     if not facts.committed or facts.swept:
         raise _refused(attempt, tier, "it is no checkpoint any more", "`tierstore gc` removes what is left of it")
+    if (used := h.protected().get(attempt)) is not None and used.kind == "in-flight":
+        raise _refused(attempt, tier, f"it is in use: {used.text}", "try again when it is not")
     if holds := [hold.name for hold in facts.holds if lasts(h, hold)]:
         raise _refused(attempt, tier, f"it is held: {', '.join(holds)}", "`tierstore release` ends a hold")
     copies = await copies_standing(h.tiers, attempt, facts, without=tier.name)
