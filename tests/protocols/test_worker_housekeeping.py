@@ -101,9 +101,10 @@ class Gate:
         if operation not in self.operations or self.matching not in path or self.open.is_set():
             return
         self.reached.set()
+        if self.error is None:
+            await asyncio.to_thread(self.open.wait, 60)
         if self.error is not None:
             raise self.error()
-        await asyncio.to_thread(self.open.wait, 60)
 
 
 @contextmanager
@@ -366,26 +367,25 @@ def test_two_processes_of_one_run_share_the_work_and_do_no_harm(tmp_path: Path) 
 
 
 def test_a_node_whose_lock_another_process_has_is_left_to_that_one(tmp_path: Path) -> None:
-    policy = policy_with(memory={"keep": [{"last": 1}]})
-    with running(tmp_path, policy) as run:
-        first, second = run.save(1, level="object"), run.save(2, level="object")
-        eventually(lambda: run.steps_on("memory") == [2], "it has the lock")
+    clock = SteppedClock()
+    with running(tmp_path, None, clock=clock) as run:
+        for step in (1, 2):
+            run.save(step, level="object")
+    with running(tmp_path, policy_with(memory={"keep": [{"last": 1}]}), clock=clock) as run:
         lock = RunLock(lock_path(run.session.tiers, "r"), "r")
-        eventually(lambda: _taken(lock), "the lock is free between rounds")
-        for attempt in (first.attempt, second.attempt):  # both are back, as if another process had put them there
-            (tmp_path / "memory" / attempt.log_folder / "evicted.json").unlink(missing_ok=True)
-        before = run.status().housekeeping
-        eventually(lambda: run.clock.advance(1) or run.status().housekeeping != before, "rounds go on")
-        assert run.steps_on("memory") == [2]
-        lock.release()
-
-
-def _taken(lock: RunLock) -> bool:
-    try:
         lock.acquire()
-    except TierStoreError:
-        return False
-    return True
+        ticket = run.save(3, level="staged")
+        began = clock.now()
+
+        def gone_round() -> bool:
+            found = run.status().housekeeping
+            return found is not None and found.last_run is not None and found.last_run > began
+
+        eventually(lambda: bool(clock.advance(1)) or gone_round(), "a round of what is not the node's")
+        assert run.steps_on("memory") == [1, 2, 3]
+        lock.release()
+        ticket.wait("object", 20)
+        eventually(lambda: run.steps_on("memory") == [3], "its turn")
 
 
 # ---- without a policy
