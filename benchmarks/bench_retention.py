@@ -217,9 +217,7 @@ def on_s3(server: S3Server, files: int, repeat: int) -> None:
             fs.rm_file(name)
         seconds.setdefault("s3fs.rm_file in a loop", []).append(time.perf_counter() - began)
     base = statistics.median(seconds["s3fs.rm(recursive=True): batches"])
-    print(
-        f"\nCollecting {freed:,} files of {count - 1} checkpoints on {server.kind} (median of {repeat}; without the limit of deletions a second)"
-    )
+    print(f"\nCollecting {freed:,} files of {count - 1} checkpoints on {server.kind} (median of {repeat}; no limit of deletions a second)")
     for name, times in seconds.items():
         show(name, statistics.median(times), base)
 

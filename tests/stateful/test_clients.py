@@ -24,7 +24,6 @@ from hypothesis.stateful import (
     initialize,
     invariant,
     multiple,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -174,6 +173,8 @@ class Clients(RuleBasedStateMachine):
 
         self._do(last, finish())
         self.check()
+        report = self.loop.run_until_complete(verify(client_tiers(self.storages), RUN, level="full"))
+        assert not report.damage, report.damage
         assert not garbage(self.truth), f"left behind: {garbage(self.truth)}"
         for attempt in self.truth.existing():
             self.loop.run_until_complete(load_whole(client_tiers(self.storages), attempt))
@@ -226,7 +227,7 @@ class Clients(RuleBasedStateMachine):
 
     # ---- rules
 
-    dies = st.one_of(st.none(), st.none(), st.none(), st.integers(5, 60))
+    dies = st.one_of(st.none(), st.none(), st.integers(5, 100))
     which = st.integers(0, 1)
 
     @initialize(target=attempts)
@@ -268,13 +269,6 @@ class Clients(RuleBasedStateMachine):
     )
     def save(self, who: int, ahead: int, tier: str, loss: float | None, dies: int | None) -> Attempt:
         return self._save(self.clients[who], ahead, tier, loss, dies)
-
-    @rule(who=which)
-    def begin_a_save_of_two_ranks_and_never_end_it(self, who: int) -> None:
-        self.saves += 1
-        client = self.clients[who]
-        attempt = Attempt(run=RUN, step=self.step + 1, save_id=save_id_at(client.clock.now(), self.saves))
-        self._do(client, persist_small(client.tiers, attempt, 0, world_size=2))
 
     @rule(who=which, dies=dies)
     def promote(self, who: int, dies: int | None) -> None:
@@ -322,7 +316,7 @@ class Clients(RuleBasedStateMachine):
 
         self._do(client, work(), dies=dies)
 
-    @rule(who=which, dies=dies)
+    @rule(who=which, dies=st.one_of(st.none(), st.integers(20, 140)))
     def prune_and_collect(self, who: int, dies: int | None) -> None:
         self.keep_house(who, "both", dies)
 
@@ -356,11 +350,6 @@ class Clients(RuleBasedStateMachine):
         self.reading.append(reading)
         return reading
 
-    @rule(reading=readings)
-    def read(self, reading: Reading) -> None:
-        if reading in self.reading and not self.down and reading.lease.alive and reading.attempt in self.truth.existing():
-            assert self._do(reading.client, load_whole(reading.client.tiers, reading.attempt))
-
     @rule(reading=readings, well=st.booleans())
     def end_reading(self, reading: Reading, well: bool) -> None:
         if reading in self.reading:
@@ -375,34 +364,29 @@ class Clients(RuleBasedStateMachine):
         self.actor = None
         self.loop.run_until_complete(asyncio.sleep(seconds))
 
-    @rule(who=which, skew_s=st.sampled_from(SKEWS))
-    def a_clock_is_set(self, who: int, skew_s: float) -> None:
+    @rule(
+        who=which,
+        what=st.sampled_from(["clock", "policy", "tier", "orphan"]),
+        skew_s=st.sampled_from(SKEWS),
+        policy=st.integers(0, len(POLICIES) - 1),
+        tier=st.sampled_from([None, None, *NAMES]),
+    )
+    def the_world_changes(self, who: int, what: str, skew_s: float, policy: int, tier: str | None) -> None:
+        """A clock is set, a policy is edited, a tier goes down or all come up, a save loses its second rank for ever."""
         self.actor = None
-        self.clients[who].clock.skew_s = skew_s
-
-    @rule(who=which, policy=st.integers(0, len(POLICIES) - 1))
-    def the_policy_changes(self, who: int, policy: int) -> None:
-        self.actor = None
-        self.clients[who].policy = POLICIES[policy]
-
-    @rule(tier=st.sampled_from([None, None, *NAMES]))
-    def a_tier_goes_down_or_all_come_up(self, tier: str | None) -> None:
-        self.actor = None
-        if tier is None:
+        client = self.clients[who]
+        if what == "clock":
+            client.clock.skew_s = skew_s
+        elif what == "policy":
+            client.policy = POLICIES[policy]
+        elif what == "orphan":
+            self.saves += 1
+            attempt = Attempt(run=RUN, step=self.step + 1, save_id=save_id_at(client.clock.now(), self.saves))
+            self._do(client, persist_small(client.tiers, attempt, 0, world_size=2))
+        elif tier is None:
             self.down.clear()
         elif not (self.reading and tier == AUTHORITY):  # a reader whose authority is down for long has no lease any more
             self.down.add(tier)
-
-    @precondition(lambda self: not self.down)
-    @rule(who=which)
-    def verify(self, who: int) -> None:
-        client = self.clients[who]
-
-        async def work() -> None:
-            report = await verify(client.tiers, RUN, level="full")
-            assert not report.damage, report.damage
-
-        self._do(client, work())
 
     # ---- the promises
 
