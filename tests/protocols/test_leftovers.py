@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from tiers_kit import run, tiers_in
 
 import tierstore
 from tierstore.clock import SystemClock
+from tierstore.config import load_config
 from tierstore.errors import AccessError
 from tierstore.storage.contract import Storage
 from tierstore.storage.temporaries import temporary_name, this_process
 from tierstore.tiers.leftovers import UPLOAD_GRACE_S, sweep_leftovers
 from tierstore.tiers.promote import reconcile
+from tierstore.tiers.session import Session
 
 
 def leave_temporaries(tier: Path) -> tuple[Path, Path]:
@@ -80,3 +83,20 @@ def test_unfinished_uploads_end_after_the_grace_and_a_tier_that_refuses_is_told(
         assert run(sweep_leftovers(tiers)) == {"shared": ["r/step-1/shard"]}
     assert [m.asked for m in made] == [[UPLOAD_GRACE_S], [UPLOAD_GRACE_S]]
     assert "tier=far leftovers can't be swept: may not list uploads" in caplog.text
+
+
+def test_the_stores_policy_says_how_long_an_upload_may_take(tmp_path: Path) -> None:
+    made: list[WithUploads] = []
+
+    def wrap(storage: Storage) -> Storage:
+        made.append(WithUploads(storage))
+        return made[-1]
+
+    tiers = tiers_in(tmp_path, wrap={"shared": wrap, "far": wrap})
+    run(sweep_leftovers(replace(tiers, upload_grace_s=3600.0)))
+    assert [m.asked for m in made] == [[3600.0], [3600.0]]
+    run(sweep_leftovers(tiers, only=["far"], upload_grace_s=60.0))
+    assert [m.asked for m in made] == [[3600.0], [3600.0, 60.0]]
+    config = {"version": 1, "tiers": [str(tmp_path / "pfs")], "retention": {"keep": [{"last": 1}], "gc": {"multipart_grace": "7d"}}}
+    with Session.open(load_config(config, run="r")) as session:
+        assert session.tiers.upload_grace_s == 7 * 86400.0

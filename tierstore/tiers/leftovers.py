@@ -11,14 +11,11 @@ from collections.abc import Collection
 from typing import Protocol, runtime_checkable
 
 from tierstore.errors import NotFoundError, StorageError
-from tierstore.tiers.tier import Tier, Tiers
+from tierstore.tiers.tier import UPLOAD_GRACE_S, Tier, Tiers
 
 __all__ = ["UPLOAD_GRACE_S", "sweep_leftovers"]
 
 log = logging.getLogger(__name__)
-
-UPLOAD_GRACE_S = 24 * 3600.0
-"""An upload that began longer ago, by the server's clock, has no living writer, where no policy says otherwise. Seconds."""
 
 
 @runtime_checkable
@@ -32,7 +29,7 @@ class _HasUploads(Protocol):
 
 
 async def sweep_leftovers(
-    tiers: Tiers, *, only: Collection[str] | None = None, upload_grace_s: float = UPLOAD_GRACE_S
+    tiers: Tiers, *, only: Collection[str] | None = None, upload_grace_s: float | None = None
 ) -> dict[str, list[str]]:
     """Removes the leftovers of dead processes from every tier that answers; returns their names by tier.
 
@@ -41,14 +38,14 @@ async def sweep_leftovers(
     Args:
         tiers: The store's tiers.
         only: Names of the tiers to look at; None: all.
-        upload_grace_s: How long ago an upload must have begun, in seconds of the server's clock.
+        upload_grace_s: How long ago an upload must have begun, in seconds of the server's clock; None: as the store says.
     """
     removed: dict[str, list[str]] = {}
     for tier in tiers:
         if tier.name in tiers.outages or (only is not None and tier.name not in only):
             continue
         try:
-            found = await _sweep(tier, upload_grace_s)
+            found = await _sweep(tier, tiers.upload_grace_s if upload_grace_s is None else upload_grace_s)
         except (StorageError, NotFoundError) as error:
             log.warning("tier=%s leftovers can't be swept: %s", tier.name, error.message)
             continue

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Literal
 
 from tierstore.config_models import StoreConfig, TierConfig
+from tierstore.config_retention import GcConfig
 from tierstore.errors import (
     AccessError,
     ConfigError,
@@ -153,6 +154,7 @@ async def _join(config: StoreConfig, tiers: tuple[Tier, ...], *, create: bool, l
         outages=outages,
         scratch_nbytes=config.io.max_scratch,
         refusal=None if lost == "recover" else refusal,
+        upload_grace_s=(config.retention.gc if config.retention is not None else GcConfig()).multipart_grace_s,
     )
     if not create or opened.refusal is not None:
         return opened

@@ -26,11 +26,25 @@ from tierstore.storage.contract import Storage
 from tierstore.tiers.costs import ReadSpeed
 from tierstore.tiers.fetching import BUDGET_NBYTES
 
-__all__ = ["Outage", "Scope", "Tier", "Tiers", "ensure_tier", "make_descriptor", "read_store_id", "recheck", "wrong_store"]
+__all__ = [
+    "UPLOAD_GRACE_S",
+    "Outage",
+    "Scope",
+    "Tier",
+    "Tiers",
+    "ensure_tier",
+    "make_descriptor",
+    "read_store_id",
+    "recheck",
+    "wrong_store",
+]
 
 log = logging.getLogger(__name__)
 
 _ASK_AGAIN_S = 30.0
+
+UPLOAD_GRACE_S = 24 * 3600.0
+"""How long ago an upload began that has no living writer, where no policy says otherwise. Seconds."""
 
 Scope = Literal["node", "shared"]
 """``node``: each node sees only its own files there; ``shared``: all nodes see the same files."""
@@ -73,7 +87,8 @@ class Tiers:
 
     `outages` names the tiers that did not answer when the store was opened. Their descriptor has not been checked yet: `ensure_tier`
     does so before anything is written there, and takes them off the list. `scratch_nbytes` is memory that one load may use beside what
-    it fills. `refusal`: why nothing may be written, where that is so.
+    it fills. `refusal`: why nothing may be written, where that is so. `upload_grace_s`: an upload that began longer ago, by the server's
+    clock, has no living writer.
     """
 
     tiers: tuple[Tier, ...]
@@ -83,6 +98,7 @@ class Tiers:
     outages: dict[str, Outage] = field(default_factory=dict)
     scratch_nbytes: int = BUDGET_NBYTES
     refusal: RefusedError | None = None
+    upload_grace_s: float = UPLOAD_GRACE_S
 
     def check_writable(self) -> None:
         """For who is about to write.

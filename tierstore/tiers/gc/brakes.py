@@ -25,6 +25,7 @@ async def check_ground(h: Housekeeping, situation: Situation) -> None:
         RefusedError: The authority does not answer, has lost logs, knows of fewer attempts than once, or a log can't be read.
         StorageError: The authority's audit files can't be listed.
     """
+    h.tiers.check_writable()
     catalog = situation.catalog
     authority = h.tiers.authority
     if authority.name in catalog.unreachable:
