@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -197,8 +198,6 @@ def test_a_changed_server_checksum_is_found_without_a_download(stored: tuple[Pat
         inner = storage.inner.stat
 
         async def stat(path: str) -> object:
-            from dataclasses import replace
-
             return replace(await inner(path), checksum="sha256:of-today")
 
         storage.inner.stat = stat  # type: ignore[method-assign,assignment]
@@ -445,7 +444,7 @@ def test_who_reads_payload_holds_a_lease_and_a_quick_look_writes_nothing(stored:
 
 @pytest.mark.s3
 def test_what_the_server_said_at_the_commit_proves_the_authority_and_repair_says_it_anew(
-    tmp_path: Path, s3_bucket: str, s3_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, s3_bucket: str, s3_options: dict[str, Any]
 ) -> None:
     """The authority is a bucket: its shards are compared by HEAD, and the mended object's new facts are recorded."""
     config = load_config({"version": 1, "tiers": [str(tmp_path / "nvme"), {"name": "s3", "uri": s3_bucket, "options": s3_options}]})
@@ -473,9 +472,9 @@ def test_what_the_server_said_at_the_commit_proves_the_authority_and_repair_says
         assert [(m.tier, m.file, m.blocks, m.sources) for m in report.mended] == [("s3", SHARD, (1,), ("node",))]
         assert session.run(verify(tiers, "r", level="full")).findings == ()
         assert isinstance(storage, S3Storage)
-        monkeypatch.setattr("tierstore.tiers.verify_logs.UPLOAD_GRACE_S", -60.0)
         key = f"{s3_bucket.split('/', 3)[3]}/{attempt.path('big')}"
         session.run(storage._requests.send("starting", key, "create_multipart_upload", Key=key))
-        found = session.run(verify(tiers, "r")).findings
+        assert session.run(verify(tiers, "r")).findings == ()
+        found = session.run(verify(replace(tiers, upload_grace_s=-60.0), "r")).findings
         assert [(f.code, f.file) for f in found if f.code == "V118"] == [("V118", attempt.path("big"))]
         assert session.run(storage.stale_uploads(-60.0)) == [attempt.path("big")]

@@ -167,7 +167,7 @@ _KINDS = (
         code="V118",
         name="upload-left",
         severity="note",
-        meaning="An unfinished upload that began more than a day ago: its parts cost money and are in no listing.",
+        meaning="An unfinished upload that began longer ago than `multipart_grace`: its parts cost money and are in no listing.",
         hint="run `tierstore sync`, or leave it to the next writer: both abort it",
         remedy="sync",
     ),
