@@ -11,10 +11,9 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from tierstore.errors import AccessError, IntegrityError, NotFoundError, StorageError, TemporaryError, TierStoreError
+from tierstore.errors import IntegrityError, NotFoundError, StorageError
 from tierstore.format.digest import DIGEST_NBYTES, bad_blocks, block_digests, digest_of, file_digest
 from tierstore.format.index import FileEntry, Index, PagedIndex, RoutingIndex, decode_head, decode_index
 from tierstore.format.manifest import FileRecord, Manifest, decode_manifest
@@ -24,6 +23,7 @@ from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.fetching import BUDGET_NBYTES, fetch
 from tierstore.tiers.index_pages import IndexPages, read_whole
 from tierstore.tiers.leases import Lease
+from tierstore.tiers.passed_over import BadCopy, PassedOver
 from tierstore.tiers.reads import AnyWant, ReadCost, Span, Want, plan_spans
 from tierstore.tiers.sources import Source, sources_of
 from tierstore.tiers.tier import Tier, Tiers
@@ -39,15 +39,6 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 """Runs a coroutine on the event loop that a replica lives on, from another thread (`storage.loop.EventLoop.run`)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BadCopy:
-    """A copy that was passed over, and why; what a repair can begin with. `file` is empty where the tier did not answer."""
-
-    tier: str
-    file: str
-    reason: str
-
-
 class Replica:
     """One checkpoint, opened. Made by `open_replica`; methods run on the process's event loop.
 
@@ -59,7 +50,6 @@ class Replica:
             is for the caller's threads, not for the event loop.
         bytes_fetched: Bytes read, by tier.
         requests: Reads sent to storages, by tier.
-        bad_copies: What was passed over so far.
     """
 
     def __init__(
@@ -78,20 +68,22 @@ class Replica:
             self._finish.atexit = False
         self.bytes_fetched: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
-        self.bad_copies: list[BadCopy] = []
+        self._passed = PassedOver(info, sources, lease)
         self.manifest: Manifest
         self.index: RoutingIndex
         self._run = run
         self._pages: IndexPages | None = None
         self._sources = tuple(sources)
         self._budget_nbytes = budget_nbytes
-        self._reasons: dict[tuple[str, str], TierStoreError] = {}
-        self._absent: set[tuple[str, str]] = set()
-        self._down: dict[str, TierStoreError] = {}
         self._objects: ObjectsDocument | None = None
         self._ahead: dict[tuple[str, str, int, int | None], asyncio.Future[bytes]] = {}
         self._manifest_document = b""
         self._entries: dict[str, FileEntry] = {}
+
+    @property
+    def bad_copies(self) -> Sequence[BadCopy]:
+        """What was passed over so far."""
+        return self._passed.bad_copies
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -205,7 +197,7 @@ class Replica:
     async def _fill(self, span: Span, view: memoryview, verify: bool, slots: dict[str, asyncio.Semaphore]) -> None:
         """Fills `view` with the span's bytes, each block from the first tier where it is good."""
         pending = [(span.begin, span.end)]
-        for source in self._order(span.file):
+        for source in self._passed.order(span.file):
             tier = source.tier
             left: list[tuple[int, int]] = []
             for begin, end in pending:
@@ -217,9 +209,9 @@ class Replica:
                         await tier.storage.read_into(self.info.attempt.path(span.file), begin, part)
                         tier.speed.note(end - begin, tier.speed.now() - began)
                     self.bytes_fetched[tier.name] += end - begin
-                    self._down.pop(tier.name, None)
+                    self._passed.answers(tier)
                 except (StorageError, NotFoundError, IntegrityError) as error:
-                    self._pass_over(source, span.file, error)
+                    self._passed.note(source, span.file, error)
                     left.append((begin, end))
                     continue
                 if verify:
@@ -227,7 +219,7 @@ class Replica:
             pending = left
             if not pending:
                 return
-        raise await self._no_copy(span.file, f"bytes {pending[0][0]} to {pending[-1][1]} of ")
+        raise await self._passed.no_copy(span.file, f"bytes {pending[0][0]} to {pending[-1][1]} of ")
 
     async def _bad_blocks(self, source: Source, entry: FileEntry, begin: int, part: memoryview) -> list[tuple[int, int]]:
         """The ranges of `part`, read at `begin`, whose blocks are not what the index promises."""
@@ -245,54 +237,8 @@ class Replica:
         if not bad:
             return []
         reason = f"block {bad[0][0] // size} is damaged: its SHA-256 is not the one in the index"
-        self._pass_over(source, entry.name, IntegrityError(reason))
+        self._passed.note(source, entry.name, IntegrityError(reason))
         return bad
-
-    def _order(self, file: str) -> list[Source]:
-        """Where to look for a file: nearest first, tiers that did not answer last, not where it is known to be absent."""
-        able = [s for s in self._sources if (s.files is None or file in s.files) and (s.tier.name, file) not in self._absent]
-        return sorted(able, key=lambda s: s.tier.name in self._down)
-
-    def _pass_over(self, source: Source, file: str, error: TierStoreError) -> None:
-        """Notes why a copy was not used; the first time for a tier and file it is said aloud."""
-        tier = source.tier
-        if isinstance(error, (NotFoundError, AccessError)):
-            self._absent.add((tier.name, file))
-        elif isinstance(error, StorageError):
-            self._down[tier.name] = error
-        if (tier.name, file) in self._reasons:
-            return
-        self._reasons[tier.name, file] = error
-        if isinstance(error, NotFoundError) and not source.expected:
-            return  # nobody promised that this tier has it
-        self.bad_copies.append(BadCopy(tier=tier.name, file=file, reason=error.message))
-        log.warning(
-            "run=%s step=%d tier=%s file=%s is passed over for the next tier: %s",
-            self.info.run,
-            self.info.step,
-            tier.name,
-            self.info.attempt.path(file),
-            error.message,
-        )
-
-    async def _no_copy(self, file: str, what: str = "") -> TierStoreError:
-        error = self._bad_everywhere(file, what)
-        return error if self.lease is None else await self.lease.explain(error)
-
-    def _bad_everywhere(self, file: str, what: str) -> TierStoreError:
-        found = [(s.tier, self._reasons[s.tier.name, file]) for s in self._sources if (s.tier.name, file) in self._reasons]
-        listed = "; ".join(f"{tier.name}: {type(error).__name__}: {error.message}" for tier, error in found) or "no tier should hold it"
-        message = f"no tier has a good copy of {what}{file} of step {self.info.step} of run {self.info.run!r}: {listed}"
-        facts = {"run": self.info.run, "step": self.info.step, "file": file, "tiers": {tier.name: e.message for tier, e in found}}
-        if found and all(isinstance(error, StorageError) for _, error in found):
-            return TemporaryError(
-                message, hint="bring one of these tiers back, or try again later; nothing is known to be damaged", **facts
-            )
-        return IntegrityError(
-            message,
-            hint="load an older step, or `resume(fallback=True)`; `tierstore verify --level full` shows all that is damaged",
-            **facts,
-        )
 
     async def _document(self, file: FileRecord) -> bytes:
         """A small file as a whole, proved against the manifest."""
@@ -305,17 +251,17 @@ class Replica:
         return await self._proved(file.name, file.nbytes, prove)
 
     async def _proved(self, name: str, nbytes: int | None, prove: Callable[[bytes], None], begin: int = 0) -> bytes:
-        for source in self._order(name):
+        for source in self._passed.order(name):
             try:
                 self.requests[source.tier.name] += 1
                 data = await self._asked(source, name, begin, nbytes)
                 self.bytes_fetched[source.tier.name] += len(data)
                 await asyncio.to_thread(prove, data)
             except (StorageError, NotFoundError, IntegrityError) as error:
-                self._pass_over(source, name, error)
+                self._passed.note(source, name, error)
                 continue
             return data
-        raise await self._no_copy(name)
+        raise await self._passed.no_copy(name)
 
     async def _asked(self, source: Source, name: str, begin: int, nbytes: int | None) -> bytes:
         ahead = self._ahead.pop((source.tier.name, name, begin, nbytes), None)
