@@ -11,12 +11,14 @@ from gc_kit import DAY, HOUR, policy_of
 from tiers_kit import Hooked, SteppedClock, attempt_at, persist_rank
 
 from tierstore.config import load_config
+from tierstore.errors import RefusedError
 from tierstore.names import Attempt, shard_name
 from tierstore.storage.s3 import S3Storage
 from tierstore.tiers.catalog import RecordCache, scan
 from tierstore.tiers.commit import commit
 from tierstore.tiers.gc.collect import collect
 from tierstore.tiers.gc.deleting import Emptying, Remover, find
+from tierstore.tiers.gc.evict import evict
 from tierstore.tiers.gc.housekeeping import Housekeeping
 from tierstore.tiers.gc.prune import prune
 from tierstore.tiers.leases import LeaseWatch
@@ -103,6 +105,27 @@ def test_many_files_go_in_few_requests(session: Session) -> None:
         assert await Remover(h, 3).remove(found) == [None] * 3
         assert batches == [180]
         assert [await inner.list(a.folder) for a in attempts] == [[], [], []]
+
+    session.run(work(), timeout=60)
+
+
+def test_a_copy_that_the_server_calls_another_does_not_count(session: Session) -> None:
+    """The same size, other bytes: the manifest and the sizes alone would not tell."""
+    tiers, clock = session.tiers, SteppedClock()
+
+    async def work() -> None:
+        attempt = await save(tiers, clock, 1)
+        assert (await reconcile(tiers, "run", clock=clock)).ok
+        storage, path = tiers.authority.storage, attempt.path(shard_name(0, 1))
+        data = bytearray(await storage.read(path))
+        data[-1] ^= 1
+        await storage.put(path, bytes(data))
+        (info,) = (await scan(tiers, "run")).checkpoints
+        with pytest.raises(RefusedError, match=r"these do: none .*is not what was copied there, by the server's word"):
+            await evict(housekeeping(tiers, clock), info, "far")
+        data[-1] ^= 1
+        await storage.put(path, bytes(data))
+        assert (await evict(housekeeping(tiers, clock), info, "far")).files
 
     session.run(work(), timeout=60)
 

@@ -57,7 +57,7 @@ async def copies_standing(tiers: Tiers, attempt: Attempt, facts: LogFacts, *, wi
             return "has a copy that was found damaged"
         try:
             await recheck(tiers, tier)
-            manifests.append(await _look_at(tier, attempt, facts))
+            manifests.append(await _look_at(tier, attempt, facts, authority=tiers.is_authority(tier)))
         except (StorageError, NotFoundError, IntegrityError) as error:
             log.debug("tier=%s checkpoint=%s its copy does not count: %s", tier.name, attempt.folder, error.message)
             return f"can't be counted: {error.message}"
@@ -72,26 +72,36 @@ async def copies_standing(tiers: Tiers, attempt: Attempt, facts: LogFacts, *, wi
     )
 
 
-async def _look_at(tier: Tier, attempt: Attempt, facts: LogFacts) -> Manifest:
+async def _look_at(tier: Tier, attempt: Attempt, facts: LogFacts, *, authority: bool) -> Manifest:
     """The copy's manifest; raises IntegrityError, NotFoundError or StorageError where the copy is not all there."""
     manifest = await _proved(tier, attempt, _promised(facts.fate))
     there = {info.path: info for info in await tier.storage.list(attempt.folder)}
-    record = facts.replicated.get(tier.name)
+    record = facts.replicated.get(tier.name) or (facts.fate if authority else None)
     recorded = record.data.get("files") if record is not None else None
     for file in manifest.files:
         info = there.get(attempt.path(file.name))
         if info is None or info.nbytes != file.nbytes:
             what = "is missing" if info is None else f"has {info.nbytes} bytes instead of {file.nbytes}"
             raise IntegrityError(f"{file.name} {what}", hint="run `tierstore verify`", tier=tier.name, file=file.name)
-        _compare_etag(info, recorded, file.name)
+        before = recorded.get(file.name) if isinstance(recorded, Mapping) else None
+        if isinstance(before, Mapping):
+            await _compare(tier, info, before, file.name)
     return manifest
 
 
-def _compare_etag(info: FileInfo, recorded: object, name: str) -> None:
-    before: Any = recorded.get(name) if isinstance(recorded, Mapping) else None
-    etag = before.get("etag") if isinstance(before, Mapping) else None
-    if etag and info.etag and etag != info.etag:
-        raise IntegrityError(f"the server says that {name} is not what was copied there", hint="run `tierstore verify`", file=name)
+async def _compare(tier: Tier, info: FileInfo, before: Mapping[str, Any], name: str) -> None:
+    """Compares what the server says with what it said on the day of the copy.
+
+    An ETag may change when a bucket is copied as a whole; the checksum, which costs a request, decides then.
+    """
+    etag, checksum = before.get("etag"), before.get("checksum")
+    if not etag or not info.etag or etag == info.etag:
+        return
+    if checksum and (await tier.storage.stat(info.path)).checksum == checksum:
+        return
+    raise IntegrityError(
+        f"{name} is not what was copied there, by the server's word", hint="run `tierstore verify`", tier=tier.name, file=name
+    )
 
 
 async def read_proved_manifest(tiers: Iterable[Tier], attempt: Attempt, fate: Record) -> Manifest | None:
