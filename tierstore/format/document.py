@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -159,7 +160,8 @@ def restore_json(value: Any, kind: str, depth: int = 0) -> Any:
             if len(value) != 1 or not isinstance(special, str) or special not in _SPECIAL:
                 raise FormatError(f"{kind}: {str(value)[:60]!r} is no tagged float", hint="the file is foreign or damaged")
             return _SPECIAL[special]
-        return {key: restore_json(item, kind, depth + 1) for key, item in value.items()}
+        # Interned: a catalog holds very many documents with the same keys.
+        return {sys.intern(key): restore_json(item, kind, depth + 1) for key, item in value.items()}
     if isinstance(value, list):
         return [restore_json(item, kind, depth + 1) for item in value]
     return value

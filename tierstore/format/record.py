@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -113,9 +114,9 @@ def decode_record(data: bytes) -> Record:
         raise fields.error("kind", f"can't be {kind!r} in record {seq}")
     return Record(
         seq=seq,
-        kind=kind,
+        kind=sys.intern(kind),
         at=fields.at("at"),
         nonce=fields.text("nonce", pattern=_NONCE),
-        actor=fields.text("actor"),
+        actor=sys.intern(fields.text("actor")),
         data=fields.mapping("data"),
     )

@@ -147,7 +147,12 @@ def _encode(record: Record) -> bytes:
 
 
 def _decode(body: bytes) -> Record:
-    seq, kind, at, nonce, actor, data = json.loads(body)
+    seq, kind, at, nonce, actor, data = json.loads(body, object_pairs_hook=_interned)
     if not isinstance(data, dict):
         raise FormatError("no record", hint="the cache is damaged, and passed over")
     return Record(seq=seq, kind=sys.intern(kind), at=_EPOCH + timedelta(microseconds=at), nonce=nonce, actor=sys.intern(actor), data=data)
+
+
+def _interned(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The same few keys come again and again."""
+    return {sys.intern(key): value for key, value in pairs}
