@@ -138,7 +138,7 @@ def test_promises_hold_through_saves_prunes_collections_and_kills(
     before = asyncio.run(look(config))
     ends = time.monotonic() + (300.0 if long_run else 15.0)
     turn = swept = 0
-    while turn < 3 or time.monotonic() < ends:
+    while turn < 3 or time.monotonic() < ends or (not swept and turn < 50):
         turn += 1
         events = live_for(config, dice.getrandbits(32), dice.uniform(0.1, ROUND_S), tmp_path / "errors")
         for event in events:
