@@ -21,6 +21,7 @@ from tierstore.tiers.gc.evict import decide_eviction, evict
 from tierstore.tiers.leases import hold_lease
 from tierstore.tiers.log import append, read_log
 from tierstore.tiers.promote import pending, reconcile
+from tierstore.tiers.repair import repair
 from tierstore.tiers.replica import open_replica
 from tierstore.tiers.retention import Reason
 from tierstore.tiers.verify import verify
@@ -248,6 +249,29 @@ def test_an_eviction_that_was_interrupted_is_continued_also_for_a_zombies_late_f
         again = await world.collect()
         assert {(f.tier, f.files) for f in again.freed} == {("far", 2), ("node", 2)}
         assert world.left(only, ["far", "node"]) == {"node": [f".log/{only.name}/evicted.json"]}
+
+    run(work())
+
+
+def test_an_eviction_that_was_interrupted_waits_where_the_copy_that_it_leaned_on_is_lost_and_repair_takes_from_it(tmp_path: Path) -> None:
+    """`evicting` is written, nothing is deleted yet, and the other copy breaks: what should go is the last good copy now."""
+
+    async def work() -> None:
+        world = World(tmp_path)
+        (only,) = await world.save(1)
+        await decide_eviction(world.h(), only, world.tiers.get("shared"), "test")  # and then the collector dies
+        before = world.files("shared", only)
+        shard = path_of(world.tiers, "far", only, "shard-00000-of-00001.safetensors")
+        shard.write_bytes(b"")
+        report = await world.collect()
+        assert (report.freed, world.files("shared", only)) == ((), before)
+        assert [(a, "no copy stands elsewhere any more" in why) for a, why in report.waiting] == [(only, True)]
+        with pytest.raises(RefusedError, match="no copy stands elsewhere any more"):
+            await evict(world.h(), await world.info(only), "shared")
+        mended = await repair(world.tiers, "run", clock=world.clock)
+        assert [(m.tier, m.sources) for m in mended.mended] == [("far", ("shared",))]
+        assert {(f.tier, f.kind) for f in (await world.collect()).freed} == {("shared", "evict")}
+        assert (await verify(world.tiers, "run", level="full")).damage == ()
 
     run(work())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +147,11 @@ def test_uploads_that_nobody_finishes_end_after_the_policys_grace(session: Sessi
         monkeypatch.setattr(S3Storage, "abort_stale_uploads", an_hour_later)
         patient = await collect(housekeeping(session.tiers, clock))
         assert patient.leftovers == {}
-        report = await collect(housekeeping(session.tiers, clock, multipart_grace_s=HOUR - 5))
+        hasty = await collect(housekeeping(session.tiers, clock, multipart_grace_s=HOUR - 5))
+        assert hasty.leftovers == {}, "one run's grace says nothing of the other runs' uploads: the store's own counts too"
+        tiers = replace(session.tiers, upload_grace_s=HOUR - 5)
+        report = await collect(housekeeping(tiers, clock, multipart_grace_s=HOUR - 5))
         assert report.leftovers == {"object": ("run/step-left/shard",)}
-        assert (await collect(housekeeping(session.tiers, clock, multipart_grace_s=HOUR - 5))).leftovers == {}
+        assert (await collect(housekeeping(tiers, clock, multipart_grace_s=HOUR - 5))).leftovers == {}
 
     session.run(work(), timeout=60)

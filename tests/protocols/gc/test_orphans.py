@@ -16,6 +16,7 @@ from tierstore.storage.sources import BytesSource
 from tierstore.tiers.catalog import scan
 from tierstore.tiers.commit import commit
 from tierstore.tiers.log import read_fate
+from tierstore.tiers.promote import reconcile
 from tierstore.tiers.retention import Reason
 
 
@@ -170,5 +171,23 @@ def test_a_condemned_attempt_keeps_files_that_the_grammar_does_not_know(tmp_path
         assert report.foreign == (f"shared:{lost.folder}/weights.bin",)
         assert [info.path for info in await storage.list(lost.folder)] == [lost.path("weights.bin")]
         assert (await scan(world.tiers, "run")).remains == {lost: ("shared",)}
+
+    run(work())
+
+
+def test_what_a_node_has_staged_while_the_authority_was_down_for_days_is_carried_first(tmp_path: Path) -> None:
+    async def work() -> None:
+        world = World(tmp_path)
+        await world.save(1)
+        as_old_as_files(world)
+        staged = await abandon(world, 2, tiers=("node",))
+        world.clock.advance(3 * DAY)
+        report = await world.collect()
+        assert report.freed == ()
+        assert "not on the authority yet" in dict(report.waiting)[staged]
+        await reconcile(world.tiers, "run", clock=world.clock)
+        await persist_rank(world.tiers, staged, world.tiers.authority, rank=1, world_size=2)  # the other node brings its part
+        await reconcile(world.tiers, "run", clock=world.clock)
+        assert await world.steps() == [1, 2]
 
     run(work())

@@ -166,11 +166,11 @@ class _Collecting:
             await self._evict([job for job in found if job is not None])
 
     async def _continued(self, info: CheckpointInfo, tier: Tier) -> Emptying | None:
-        """What may go on with an eviction: by the log as it is now, or, on a node's tier, by its marker and the checks for a new one."""
+        """An eviction that may go on: by the log as it is now, or, on a node's tier, by its marker and the checks for a new one."""
         if tier.name in self._nodes:
             return await self._decide_drop(info.attempt, tier, "an eviction that was interrupted")
         records = await self._try(info.attempt, "", read_log(self._h.tiers.authority.storage, info.attempt))
-        return continue_eviction(self._h, info.attempt, tier, records) if records else None
+        return await self._try(info.attempt, tier.name, continue_eviction(self._h, info.attempt, tier, records)) if records else None
 
     # ---- what is decided now
 
@@ -314,8 +314,9 @@ class _Collecting:
         )
 
     async def leftovers(self) -> dict[str, tuple[str, ...]]:
-        """Removes what dead processes left on the tiers that are ours to work on."""
-        found = await sweep_leftovers(self._h.tiers, only=self._own_names, upload_grace_s=self._h.gc.multipart_grace_s)
+        """Removes what dead processes left on the tiers that are ours to work on; of an upload nothing tells whose run it is of."""
+        grace_s = max(self._h.tiers.upload_grace_s, self._h.gc.multipart_grace_s)
+        found = await sweep_leftovers(self._h.tiers, only=self._own_names, upload_grace_s=grace_s)
         return {name: tuple(paths) for name, paths in found.items()}
 
     # ---- helpers

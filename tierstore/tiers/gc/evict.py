@@ -93,7 +93,7 @@ async def decide_eviction(h: Housekeeping, attempt: Attempt, tier: Tier, reason:
     tries = 0
     while True:
         records = await _records(h, attempt)
-        if (ongoing := continue_eviction(h, attempt, tier, records)) is not None:
+        if (ongoing := await continue_eviction(h, attempt, tier, records)) is not None:
             return ongoing
         copies = await _check(h, attempt, tier, fold(records))
         reach("evict.before-evicting")
@@ -110,17 +110,28 @@ async def decide_eviction(h: Housekeeping, attempt: Attempt, tier: Tier, reason:
 async def preview_eviction(h: Housekeeping, attempt: Attempt, tier: Tier, reason: str) -> Emptying:
     """What `decide_eviction` would let go, and its checks; nothing is written. Raises as it does."""
     records = await _records(h, attempt)
-    ongoing = continue_eviction(h, attempt, tier, records)
+    ongoing = await continue_eviction(h, attempt, tier, records)
     if ongoing is None:
         copies = await _check(h, attempt, tier, fold(records))
         ongoing = Emptying(attempt=attempt, tier=tier, kind="evict", why=reason, named=frozenset(copies.named))
     return ongoing
 
 
-def continue_eviction(h: Housekeeping, attempt: Attempt, tier: Tier, records: Sequence[Record]) -> Emptying | None:
-    """What an earlier decision lets go from a counted tier, also again (a late writer's files); None where there is none."""
-    if _is_staging(h, tier) or tier.name not in fold(records).dropped:
+async def continue_eviction(h: Housekeeping, attempt: Attempt, tier: Tier, records: Sequence[Record]) -> Emptying | None:
+    """What an earlier decision lets go from a counted tier, also again (a late writer's files); None where there is none.
+
+    Raises:
+        RefusedError: No copy stands elsewhere any more, so that what is left here may be the last of it.
+        StorageError: The copies can't be looked at.
+    """
+    facts = fold(records)
+    if _is_staging(h, tier) or tier.name not in facts.dropped:
         return None
+    copies = await copies_standing(h.tiers, attempt, facts, without=tier.name)
+    if not copies.standing:
+        others = "; ".join(copies.missing) or "there is no other tier"
+        hint = "`tierstore repair` mends a copy elsewhere, also from what is left of this one; then it goes"
+        raise _refused(attempt, tier, f"it was to go, but no copy stands elsewhere any more ({others})", hint)
     own = [r for r in records if r.kind == "evicting" and r.data.get("tier") == tier.name]
     named = {name for r in own for name in _texts(r.data.get("files"))}
     number = f" by record {own[-1].seq:06d}" if own else ""

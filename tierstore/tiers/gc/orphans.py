@@ -1,7 +1,9 @@
 """Orphans: attempts that nobody finished. A collector must first win ``000000 = condemned``; losing means that it is a checkpoint.
 
 Scanning for "no commit" and then deleting loses acknowledged checkpoints (`models/model_gc.py`), so the fate is decided by the same
-create-if-absent that a committer uses. An attempt whose parts are all there is left alone: `tierstore recover` can still finish it.
+create-if-absent that a committer uses. An attempt whose parts are all there is left alone: `tierstore recover` can still finish it. So is
+one that this node has staged and not carried to the authority: carrying it there makes it young again, and the other nodes have a grace
+to bring theirs.
 """
 
 from __future__ import annotations
@@ -36,6 +38,9 @@ async def why_it_stays(h: Housekeeping, situation: Situation, found: IncompleteA
         return "all its parts are there: `tierstore recover` finishes it"
     if situation.catalog.unreachable:
         return f"what tier {', '.join(situation.catalog.unreachable)} has of it can't be seen"
+    staged = {rank for ranks in found.receipts.values() for rank in ranks}
+    if staged - set(found.parts.get(h.tiers.authority.name, ())):  # the authority was down, perhaps for days: others bring theirs too
+        return "this node's parts are not on the authority yet: `tierstore sync` brings them there"
     touched_at, grace_s = await _touched_at(h, found.attempt), h.gc.orphan_grace_s + h.gc.max_clock_skew_s
     if (situation.at - touched_at).total_seconds() >= grace_s:
         return ""
