@@ -249,7 +249,15 @@ def test_33_a_full_tier_refuses_the_save_before_anything_old_is_touched(tmp_path
 
 
 @pytest.mark.s3
-def test_34_uploads_of_dead_processes_are_aborted_and_nobody_elses(s3_bucket: str, s3_options: dict[str, Any], s3_server: Any) -> None:
+def test_34_uploads_of_dead_processes_are_aborted_and_nobody_elses(
+    s3_bucket: str, s3_options: dict[str, Any], s3_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abort = S3Storage.abort_stale_uploads
+
+    async def two_days_later(self: S3Storage, older_than_s: float) -> list[str]:
+        return await abort(self, older_than_s - 2 * 86400)
+
+    monkeypatch.setattr(S3Storage, "abort_stale_uploads", two_days_later)
     bucket, _, prefix = s3_bucket.removeprefix("s3://").partition("/")
     client = s3_server._client()
     for key in (f"{prefix}/run/step-0000000001-01M8KJTAF80000000000000000/{shard_name(0, 1)}", f"{prefix}-another/file"):
@@ -262,7 +270,7 @@ def test_34_uploads_of_dead_processes_are_aborted_and_nobody_elses(s3_bucket: st
     async def act() -> Mapping[str, Any]:
         storages: dict[str, Storage] = {"far": S3Storage(s3_bucket, s3_options)}
         try:
-            keeper = housekeeping(tiers_over(storages, nodes=0), policy_of({"last": 1}, multipart_grace_s=1e-3), half_a_day_later())
+            keeper = housekeeping(tiers_over(storages, nodes=0), policy_of({"last": 1}), half_a_day_later())
             return (await collect(keeper)).leftovers
         finally:
             await storages["far"].close()

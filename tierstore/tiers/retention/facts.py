@@ -9,7 +9,7 @@ from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.tier import Scope, Tiers
 from tierstore.tiers.view import staging
 
-__all__ = ["TierFacts", "counted_copies", "held_nbytes", "holds", "tier_facts"]
+__all__ = ["TierFacts", "counted_copies", "held_nbytes", "holds", "is_recorded", "tier_facts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,16 +64,19 @@ def counted_copies(info: CheckpointInfo, tiers: Sequence[TierFacts]) -> tuple[st
     return tuple(tier.name for tier in tiers if _counts(info, tier))
 
 
-def _counts(info: CheckpointInfo, tier: TierFacts) -> bool:
+def is_recorded(info: CheckpointInfo, tier: TierFacts) -> bool:
+    """Whether the log gives the tier a copy that would count; whether it is there is another matter."""
     return (
         tier.durable
-        and tier.reachable
         and not tier.staging
         and (tier.authority or tier.name in info.replicated)
         and tier.name not in info.dropped
-        and info.replicas.get(tier.name) == "complete"
         and all(name != tier.name for name, _ in info.quarantined)
     )
+
+
+def _counts(info: CheckpointInfo, tier: TierFacts) -> bool:
+    return tier.reachable and is_recorded(info, tier) and info.replicas.get(tier.name) == "complete"
 
 
 def holds(info: CheckpointInfo, tier: str) -> bool:

@@ -9,7 +9,7 @@ from tierstore.config_retention import RetentionConfig
 from tierstore.names import Attempt
 from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.log_facts import Hold
-from tierstore.tiers.retention.facts import TierFacts, counted_copies
+from tierstore.tiers.retention.facts import TierFacts, counted_copies, is_recorded
 from tierstore.tiers.retention.plan import Reason
 from tierstore.units import format_duration
 
@@ -33,7 +33,8 @@ def of_run(ranked: Sequence[CheckpointInfo], policy: RetentionConfig, tiers: Seq
     """The protections that go by the place in the run.
 
     The newest is the one with the highest step and, after a rewind, also the one that was saved last. Verified is a checkpoint with
-    a counted copy on the tier of `durable_at`; where none has one: with any counted copy.
+    a counted copy on the tier of `durable_at`; where none has one: with any counted copy. While that tier can't be reached, the newest
+    with a recorded copy there stays too: it is the newest durable one for all that is known.
     """
     found: dict[Attempt, list[Reason]] = {}
 
@@ -55,6 +56,11 @@ def of_run(ranked: Sequence[CheckpointInfo], policy: RetentionConfig, tiers: Seq
             if verified[1].attempt != verified[0].attempt:
                 protect(verified[1], "newest-verified", "verified, saved last")
             break
+    for tier in (t for t in durable if not t.reachable):
+        first, last = (next((c for c in order if is_recorded(c, tier)), None) for order in (by_step, by_saving))
+        for info in (first,) if first is last else (first, last):
+            if info is not None:
+                protect(info, "newest-verified", f"newest recorded on {tier.name}, which can't be reached")
     for place, info in enumerate(by_step[: policy.protect.min_keep], start=1):
         protect(info, "min-keep", f"min_keep #{place}")
     return found

@@ -162,7 +162,7 @@ def _info(number: int, item: Mapping[str, Any]) -> CheckpointInfo:
         nbytes=parse_size(item.get("size", "1GiB")),
         replicas=states,
         receipts={name: (0,) for name, state in states.items() if state == "receipt"},
-        replicated={name: {} for name in states if name not in item.get("unrecorded", ())},
+        replicated={name: {} for name in (*states, *item.get("recorded", ())) if name not in item.get("unrecorded", ())},
         dropped=frozenset(item.get("dropped", ())),
         quarantined=frozenset((name, "a file") for name in item.get("quarantined", ())),
         holds=tuple(
