@@ -51,8 +51,10 @@ def test_the_demo_is_killed_resumes_bit_equal_and_needs_s3_alone(tmp_path: Path)
     resumed = [e["step"] for e in events["resumed"]]
     assert resumed[0] <= events["killed"][0]["step"]
     assert resumed[1] == 8
+    assert events["recovered"][0]["sources"] == "object", "after the loss only S3 held anything, and it was enough"
+    assert 8 in events["recovered"][0]["steps"]
     last = [c for c in events["checkpoint"] if c["step"] == 8][-1]
-    assert last["tiers"] == {"object": "complete"}, "after the loss only S3 held step 8, and it was enough"
+    assert last["tiers"] == {"shared": "complete", "object": "complete"}
     assert len(events["stalls"][0]["tierstore_s"]) >= 8
     assert processes_in(place) == []
     # What it left can be looked at while its server is gone.

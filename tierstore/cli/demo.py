@@ -21,9 +21,11 @@ from tierstore.cli.render import catalog_legend, catalog_summary, catalog_table,
 from tierstore.config import load_config
 from tierstore.errors import SaveError, UsageError
 from tierstore.tiers.catalog import Catalog, scan
+from tierstore.tiers.opening import rejoin
 from tierstore.tiers.promote import pending
+from tierstore.tiers.recover import recover
 from tierstore.tiers.session import Session
-from tierstore.units import format_duration
+from tierstore.units import format_duration, format_size
 
 __all__ = ["run_demo"]
 
@@ -173,7 +175,11 @@ class _Demo:
         self.story.chapter("Lose the node and the shared file system; resume from S3 alone")
         self.place.wipe_near_tiers()
         self.story.tell(f"Removed {self.place.root / 'node'} and {self.place.root / 'shared'}.", "bold red", event="wiped")
-        self.story.tell("With them went the log that decides what is committed; S3 keeps a copy of its records, and tierstore warns:")
+        self.story.tell(
+            "With them went the log that decides what is committed. A disk that is only unmounted looks the same, so nothing can be saved until "
+            "somebody says that it is lost: `tierstore recover` says so, and rebuilds all from the copies on S3."
+        )
+        self._recover()
         self._continue("from-s3", until=self.total, digests=(self.steps, self.total))
         self._judge_curve(self.theirs)
         self._judge_digest(self.steps)
@@ -240,6 +246,23 @@ class _Demo:
         if more := kinds.total() - len(kinds):
             self.story.tell(f"  and {more} warnings like these, of other checkpoints or of a second look.", "yellow")
         return resumed
+
+    def _recover(self) -> None:
+        """What ``tierstore recover`` does."""
+        with (
+            self.cli.terminal.logging(quiet=True),
+            Session.open(load_config(self.place.config), clock=self.cli.clock, lost="recover") as session,
+        ):
+            report = session.run(recover(session.tiers, RUN, clock=self.cli.clock))
+            session.run(rejoin(session.tiers))
+        self.problems += [f"Step {r.attempt.step} was not rebuilt: {r.error}" for r in report.rebuilt if r.error]
+        sources = ", ".join(sorted({source for r in report.rebuilt for source in r.sources}))
+        self.story.tell(
+            f"{len(report.rebuilt)} checkpoints rebuilt from {sources}, {format_size(sum(r.nbytes for r in report.rebuilt))}.",
+            event="recovered",
+            steps=sorted(r.attempt.step for r in report.rebuilt),
+            sources=sources,
+        )
 
     def _describe_training(self, event: dict[str, object]) -> None:
         self.story.tell(
