@@ -33,7 +33,7 @@ from tierstore.tiers.retry import Backoff, Verdict, judge
 from tierstore.tiers.saves import Save, SaveQueue, closed_before_written, save_error
 from tierstore.tiers.tending import Tending
 from tierstore.tiers.tier import Tier, Tiers, ensure_tier
-from tierstore.tiers.together import only_ours_to_cancel
+from tierstore.tiers.together import happens, only_ours_to_cancel
 from tierstore.tiers.view import AttemptView, further, staging
 
 __all__ = ["Engine"]
@@ -162,10 +162,7 @@ class Engine:
             save.reason = f"failed, tried again: no tier takes it ({'; '.join(f'{name}: {e.message}' for name, e in refusals.items())})"
             self.queue.yield_turn(save)
             self.tending.quiet()
-            try:
-                await asyncio.wait_for(self.wake.wait(), backoff.next_s())
-            except asyncio.TimeoutError:
-                pass  # the pause is over
+            await happens(self.wake, backoff.next_s())
             self.wake.clear()
             if not self.queue.resume_turn(save):
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ def observed_failures(checkpoints: Sequence[CheckpointInfo]) -> ObservedFailures
     commits = sorted((info.committed_at, info.records[0].actor) for info in checkpoints if info.records)
     uptime = 0.0
     restarts = 0
-    for (before, old), (after, new) in zip(commits, commits[1:], strict=False):
+    for (before, old), (after, new) in itertools.pairwise(commits):
         if old == new:
             uptime += (after - before).total_seconds()
         else:

@@ -19,7 +19,7 @@ from tierstore.tiers.jobs import PendingCopy, WorkerOptions
 from tierstore.tiers.locks import RunLock
 from tierstore.tiers.retry import Backoff, Verdict, judge
 from tierstore.tiers.tier import Tier, ensure_tier
-from tierstore.tiers.together import only_ours_to_cancel
+from tierstore.tiers.together import happens, only_ours_to_cancel
 from tierstore.tiers.view import AttemptView
 
 __all__ = ["Entry", "Lane", "LaneReports"]
@@ -156,10 +156,7 @@ class Lane:
                 continue
             due = max(self._not_before, min((e.not_before for e in self._entries.values()), default=now))
             self._wake.clear()
-            try:
-                await asyncio.wait_for(self._wake.wait(), due - now if self._entries else None)
-            except asyncio.TimeoutError:
-                continue
+            await happens(self._wake, due - now if self._entries else None)
 
     def _newest_first(self) -> list[Entry]:
         return sorted(self._entries.values(), key=lambda e: e.attempt, reverse=True)

@@ -47,8 +47,8 @@ async def together(work: Callable[[_T], Awaitable[_R]], items: Iterable[_T], *, 
     return results
 
 
-async def happens(event: asyncio.Event, within_s: float) -> bool:
-    """Waits until `event` is set, `within_s` seconds at most; returns whether it is.
+async def happens(event: asyncio.Event, within_s: float | None) -> bool:
+    """Waits until `event` is set, `within_s` seconds at most (None: without end); returns whether it is.
 
     Before Python 3.12 `asyncio.wait_for` swallows a cancellation that comes at the same moment as the event: a task that waits in a
     loop would then never end.
