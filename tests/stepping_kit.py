@@ -12,7 +12,7 @@ import functools
 import os
 import selectors
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -330,3 +330,51 @@ class Stage:
             self.lives[self.current] -= 1
         future.set_result(None)
         return True
+
+
+# ---- every schedule
+
+Actor = Callable[[Storage], Coroutine[Any, Any, Any]]
+
+
+def interleavings(files: Mapping[str, bytes], *actors: tuple[Actor, str]) -> Iterator[tuple[MemoryStorage, list[Any]]]:
+    """Runs the actors on one storage, once for every order of their operations; yields it, and each one's result or exception.
+
+    Beside each actor stand the operations before which it hands over.
+    """
+    ahead: list[list[str]] = [[]]
+    loop = SteppingLoop()
+    try:
+        while ahead:
+            prefix = ahead.pop()
+            storage, results, steps = _play(loop, files, actors, prefix)
+            chosen = [step.call.actor for step in steps]
+            for depth in range(len(prefix), len(steps)):
+                ahead += [[*chosen[:depth], other.actor] for other in steps[depth].others]
+            yield storage, results
+    finally:
+        loop.finish()
+
+
+def _play(
+    loop: SteppingLoop, files: Mapping[str, bytes], actors: Sequence[tuple[Actor, str]], prefix: Sequence[str]
+) -> tuple[MemoryStorage, list[Any], list[Step]]:
+    """One order: the choices of `prefix`, then as a `Stage` goes on."""
+    storage = MemoryStorage("memory:", files)
+    stage = Stage(loop, [str(number) for number in range(len(actors))], dict(enumerate(prefix)))
+
+    def view_of(name: str, stops: str) -> Storage:
+        ask = stage.hook(name)
+
+        async def hook(operation: str, path: str) -> None:
+            if operation in stops.split():
+                await ask("", operation, path)
+
+        return Hooked(storage, hook)
+
+    async def play() -> list[Any]:
+        works = [actor(view_of(name, stops)) for name, (actor, stops) in zip(stage.order, actors, strict=True)]
+        return await asyncio.gather(*works, return_exceptions=True)
+
+    loop.idle = stage.idle
+    return storage, loop.run_until_complete(play()), stage.steps

@@ -8,13 +8,14 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from interleave_kit import Shared, interleavings
+from stepping_kit import MemoryStorage, interleavings
 from tiers_kit import SteppedClock, attempt_at
 
 from tierstore.clock import utc_text
 from tierstore.errors import ConflictError, RefusedError, TierStoreError
 from tierstore.format.record import Record
 from tierstore.names import Attempt
+from tierstore.storage.contract import Storage
 from tierstore.tiers import decisions
 from tierstore.tiers.log import append, decide_fate, read_log, record_seq
 from tierstore.tiers.log_facts import LogFacts, fold
@@ -30,38 +31,38 @@ def clock_at(days: float) -> SteppedClock:
     return clock
 
 
-def tiers_on(storage: Shared) -> Tiers:
-    tier = Tier(name="only", storage=storage, scope="shared")  # type: ignore[arg-type]
+def tiers_on(storage: Storage) -> Tiers:
+    tier = Tier(name="only", storage=storage, scope="shared")
     return Tiers(tiers=(tier,), authority=tier, durable_at=tier, store_id="kit")
 
 
-async def expire(storage: Shared, attempt: Attempt, clock: SteppedClock) -> Record | None:
+async def expire(storage: Storage, attempt: Attempt, clock: SteppedClock) -> Record | None:
     """What prune does with a checkpoint that no rule keeps: decides upon what it has read."""
-    records = await read_log(storage, attempt)  # type: ignore[arg-type]
+    records = await read_log(storage, attempt)
     log = fold(records)
     if log.hidden or log.pins or log.holds or log.tags:
         return None
     data = {"not_before": utc_text(clock.now()), "reason": "no rule", "plan": "p"}
     try:
-        return await append(storage, attempt, "expired", data, clock=clock, after=records[-1].seq)  # type: ignore[arg-type]
+        return await append(storage, attempt, "expired", data, clock=clock, after=records[-1].seq)
     except (ConflictError, RefusedError):
         return None
 
 
-async def sweep(storage: Shared, attempt: Attempt, clock: SteppedClock) -> Record | None:
+async def sweep(storage: Storage, attempt: Attempt, clock: SteppedClock) -> Record | None:
     """What gc does with one that has expired: decides upon what it has read, and then trims the log."""
-    records = await read_log(storage, attempt)  # type: ignore[arg-type]
+    records = await read_log(storage, attempt)
     if fold(records).expired is None or fold(records).swept:
         return None
     try:
-        swept = await append(storage, attempt, "swept", {"files": 1}, clock=clock, after=records[-1].seq)  # type: ignore[arg-type]
+        swept = await append(storage, attempt, "swept", {"files": 1}, clock=clock, after=records[-1].seq)
     except (ConflictError, RefusedError):
         return None
     await storage.delete([attempt.record_path(seq) for seq in range(1, swept.seq)])
     return swept
 
 
-async def collect(storage: Shared) -> bool:
+async def collect(storage: Storage) -> bool:
     """A collector whose clock is ten days ahead: whatever anybody's window says, it has passed."""
     clock = clock_at(10)
     await expire(storage, ATTEMPT, clock)
@@ -70,10 +71,10 @@ async def collect(storage: Shared) -> bool:
 
 def committed(*kinds: str) -> dict[str, bytes]:
     async def made() -> dict[str, bytes]:
-        storage = Shared()
-        await decide_fate(storage, ATTEMPT, "committed", {}, clock_at(0))  # type: ignore[arg-type]
+        storage = MemoryStorage("memory:")
+        await decide_fate(storage, ATTEMPT, "committed", {}, clock_at(0))
         for kind in kinds:
-            await append(storage, ATTEMPT, kind, {"not_before": utc_text(clock_at(0).now())}, clock=clock_at(0))  # type: ignore[arg-type]
+            await append(storage, ATTEMPT, kind, {"not_before": utc_text(clock_at(0).now())}, clock=clock_at(0))
         return storage.files
 
     return asyncio.run(made())
@@ -90,8 +91,8 @@ DECISIONS: dict[str, tuple[Decision, Callable[[LogFacts], bool]]] = {
 }
 
 
-def log_of(storage: Shared) -> LogFacts:
-    return fold(asyncio.run(read_log(storage, ATTEMPT)))  # type: ignore[arg-type]
+def log_of(storage: Storage) -> LogFacts:
+    return fold(asyncio.run(read_log(storage, ATTEMPT)))
 
 
 @pytest.mark.parametrize("name", DECISIONS)
@@ -153,12 +154,12 @@ def test_a_pin_and_an_unpin_are_in_some_order_and_the_last_word_counts() -> None
 def test_nobody_reads_a_hole_while_a_log_is_trimmed() -> None:
     """A reader beside expire, sweep and a trim record by record: it sees the log before or after, never damage."""
 
-    async def sweep_slowly(storage: Shared) -> None:
+    async def sweep_slowly(storage: Storage) -> None:
         clock = clock_at(10)
         await expire(storage, ATTEMPT, clock)
-        await append(storage, ATTEMPT, "swept", {}, clock=clock)  # type: ignore[arg-type]
-        for path in sorted(storage.files)[1:-1]:
-            await storage.delete([path])
+        await append(storage, ATTEMPT, "swept", {}, clock=clock)
+        for info in (await storage.list(ATTEMPT.log_folder))[1:-1]:
+            await storage.delete([info.path])
 
     seen = set()
     reader = (lambda s: read_log(s, ATTEMPT), "list read")
@@ -172,7 +173,7 @@ def test_nobody_reads_a_hole_while_a_log_is_trimmed() -> None:
 
 def test_the_clock_of_who_decides_only_dates_the_record() -> None:
     """Expired with a window that has passed for everybody: as long as nobody sweeps it, it comes back."""
-    storage = Shared(files=committed("expired"))
+    storage = MemoryStorage("memory:", committed("expired"))
     record = asyncio.run(decisions.undelete(tiers_on(storage), ATTEMPT, clock=clock_at(400)))
     assert record is not None
     assert record.at - clock_at(0).now() == timedelta(days=400)
