@@ -133,11 +133,15 @@ def test_an_emptied_authority_is_refused_by_writers_and_recovered_with_all_runs(
     would = lines(call("recover", "-n", "--json"), "recover")
     assert {(r["run"], r["state"]) for r in would} == {("sft", "would be rebuilt"), ("other", "would be rebuilt")}
     assert not (store / "shared").exists()
-    assert call("recover").exit_code == 0
+    recovered = call("recover")
+    assert recovered.exit_code == 0
+    assert "pin again what must stay" in " ".join(recovered.stderr.split())
     for run in ("sft", "other"):
         assert call("verify", "--run", run, "--level", "full", "-q").exit_code == 0
     assert call("sync").exit_code == 0
-    assert "nothing to recover" in call("recover", "--all-runs").output
+    again = call("recover", "--all-runs")
+    assert "nothing to recover" in again.output
+    assert "pin again" not in again.stderr
 
 
 def test_recover_works_on_one_run_or_on_all(store: Path) -> None:

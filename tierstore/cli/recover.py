@@ -41,6 +41,9 @@ def recover(
         cli.terminal.say("nothing to recover")
     rebuilt = [r for report in reports.values() for r in report.rebuilt]
     failed = [r for r in rebuilt if r.error]
+    if len(rebuilt) > len(failed) and not dry_run:
+        lost = "decisions that the copies had not got yet (pins, holds, tags) are lost with the log"
+        cli.terminal.say(f"{lost}: see `tierstore plan`, and pin again what must stay, before a training or a prune goes by the rules")
     if failed:
         first = failed[0]
         raise PartialError(

@@ -13,7 +13,7 @@ from tierstore.names import INDEX, MANIFEST, OBJECTS, Attempt, attempt_of_log_pa
 from tierstore.tiers.checkpoint import parse_file_name
 from tierstore.tiers.tier import Tier, Tiers, recheck
 
-__all__ = ["KINDS", "RunUsage", "StoreUsage", "measure_run", "measure_stores"]
+__all__ = ["KINDS", "RunUsage", "StoreUsage", "measure_run", "measure_stores", "total_nbytes"]
 
 KINDS = ("shard", "part", "objects", "index", "manifest", "log", "leases", "audit", "other")
 """Kinds of files, in the order in which they are shown. ``other``: not of our grammar, so never deleted by us."""

@@ -96,7 +96,7 @@ def test_a_copy_that_does_not_stand_does_not_count(tmp_path: Path, damage: str) 
             far = replace(world.tiers.get("far"), durable=False)
             world.tiers = replace(world.tiers, tiers=(*world.tiers.tiers[:2], far))
         before = world.left(only)
-        with pytest.raises(RefusedError, match="at least 1 copies must stand elsewhere, and these do: none"):
+        with pytest.raises(RefusedError, match="at least 1 copy must stand elsewhere, and these do: none"):
             await evict(world.h(), info, "shared")
         assert world.left(only) == before
 

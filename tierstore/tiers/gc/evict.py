@@ -188,7 +188,7 @@ async def _check(h: Housekeeping, attempt: Attempt, tier: Tier, facts: LogFacts)
         raise _refused(
             attempt,
             tier,
-            f"at least {least} copies must stand elsewhere, and these do: {there} ({others})",
+            f"at least {least} {'copy' if least == 1 else 'copies'} must stand elsewhere, and these do: {there} ({others})",
             "let it be copied first: `tierstore sync`; `tierstore verify` says what is wrong with a copy",
         )
     return copies
