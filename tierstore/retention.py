@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from tierstore.errors import UsageError
 from tierstore.format.record import Record
 from tierstore.names import Attempt
 from tierstore.tiers import decisions
@@ -144,13 +145,16 @@ class Retention:
 
         Args:
             plan: A plan that was read and agreed to: of it only what is still so is done. None: all that the policy says now.
-            max_delete_fraction: How much may go at once, from 0 to 1, in place of the policy's.
+            max_delete_fraction: How much may go at once, above 0 and up to 1, in place of the policy's.
             dry_run: Only say what would be decided.
 
         Raises:
+            UsageError: `max_delete_fraction` is no such share.
             RefusedError: There is no policy, a log can't be read, the authority is not reached or was lost, or too much would go at once.
             StorageError: The authority failed; calling again continues.
         """
+        if max_delete_fraction is not None and not 0 < max_delete_fraction <= 1:
+            raise UsageError(f"max_delete_fraction is {max_delete_fraction!r}, no share", hint="write e.g. 0.9 for 90%; 1 is all")
         h = self._housekeeping(self._run)
         return self._session.run(prune(h, plan, max_delete_fraction=max_delete_fraction, dry_run=dry_run))
 

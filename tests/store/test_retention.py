@@ -11,7 +11,7 @@ import torch
 from tiers_kit import SteppedClock
 
 import tierstore
-from tierstore.errors import ClosedError, NotFoundError, RefusedError
+from tierstore.errors import ClosedError, NotFoundError, RefusedError, UsageError
 
 KEEP = {
     "keep": [{"last": 1}, {"best": {"metric": "acc", "mode": "max", "missing": "worst"}}, {"tags": ["release/*"]}],
@@ -98,3 +98,9 @@ def test_without_a_policy_nothing_is_planned_and_decisions_are_made_all_the_same
         with pytest.raises(RefusedError):
             store.retention.prune()
         assert store.retention.collect().freed == ()
+
+
+@pytest.mark.parametrize("share", [0.0, -0.5, 90, float("nan")])
+def test_a_brake_is_not_let_go_by_a_slip_of_the_unit(tmp_path: Path, share: float) -> None:
+    with opened(tmp_path, SteppedClock(), retention=KEEP) as store, pytest.raises(UsageError, match="no share"):
+        store.retention.prune(max_delete_fraction=share)

@@ -176,8 +176,8 @@ class _Demo:
         self.place.wipe_near_tiers()
         self.story.tell(f"Removed {self.place.root / 'node'} and {self.place.root / 'shared'}.", "bold red", event="wiped")
         self.story.tell(
-            "With them went the log that decides what is committed. A disk that is only unmounted looks the same, so nothing can be saved until "
-            "somebody says that it is lost: `tierstore recover` says so, and rebuilds all from the copies on S3."
+            "With them went the log that decides what is committed. A disk that is only unmounted looks the same, so nothing can be saved "
+            "until somebody says that it is lost: `tierstore recover` says so, and rebuilds all from the copies on S3."
         )
         self._recover()
         self._continue("from-s3", until=self.total, digests=(self.steps, self.total))

@@ -18,6 +18,7 @@ from tierstore.cli.plan_table import plan_summary, plan_table, plan_values, plur
 from tierstore.cli.render import catalog_legend, catalog_summary, wrapped
 from tierstore.config import RetentionConfig, load_config
 from tierstore.errors import NotFoundError, PartialError, RefusedError, TierStoreError, UsageError
+from tierstore.format.record import Record
 from tierstore.names import Attempt
 from tierstore.tiers import decisions
 from tierstore.tiers.catalog import CheckpointInfo
@@ -144,9 +145,16 @@ def undelete(
         if not targets:
             cli.terminal.say("nothing has expired")
             return 0
-        code = decide(cli, targets, "taken back", lambda attempt: session.run(decisions.undelete(session.tiers, attempt, clock=cli.clock)))
+        back: list[Attempt] = []
+
+        def take_back(attempt: Attempt) -> Record | None:
+            record = session.run(decisions.undelete(session.tiers, attempt, clock=cli.clock))
+            back.extend([attempt] if record else [])
+            return record
+
+        code = decide(cli, targets, "taken back", take_back)
         policy = session.config.retention_for(next(iter(targets)).run)
-    if policy is not None and not cli.options.dry_run:
+    if policy is not None and back:
         kept = when_text(cli.clock.now() + timedelta(seconds=policy.gc.undelete_window_s), cli.clock.now())
         cli.terminal.say(f"kept until {kept} whatever the rules say; `tierstore pin` keeps longer")
     return code

@@ -85,7 +85,7 @@ def check_fraction(h: Housekeeping, catalog: Catalog, plan: Plan, doomed: Iterab
         raise _refused(
             h,
             f"plan {plan.id} deletes {len(going)} of {len(live)} checkpoints, and at most {share:.0%} may go at once",
-            "read `tierstore plan`; if it is meant, prune with a larger max_delete_fraction",
+            "read `tierstore plan`; if it is meant, `tierstore prune --max-delete-fraction 90%`",
         )
 
 
