@@ -249,6 +249,21 @@ def test_a_brake_speaks_before_anybody_is_asked(shell: Shell) -> None:
     assert sum(c["state"] == "expired" for c in shell.json("ls") if c["type"] == "checkpoint") == 5
 
 
+def test_what_another_policy_expired_is_freed_by_that_one(shell: Shell) -> None:
+    """The configuration's policy keeps more, or there is none: then its gc frees nothing, and says what would."""
+    policy = shell.folder / "tight.yaml"
+    policy.write_text("keep: [{last: 1}]\nprotect: {min_age: 1m}\ngc: {max_delete_fraction: 100%}\n")
+    shell.config.write_text(shell.config.read_text().replace("retention: retention.yaml\n", ""))
+    pruned = shell("prune", "--policy", policy, "-y")
+    assert "gc --policy" in re.sub(r"\s+", " ", pruned.stdout)
+    shell.clock.advance(2 * 86400)
+    result = shell("gc", "-y")
+    assert "what has expired is not freed; `tierstore gc --policy FILE`" in re.sub(r"\s+", " ", result.stderr)
+    assert 11000 in shell.steps_on("pfs")
+    assert shell("gc", "--policy", policy, "-y").exit_code == 0
+    assert [step for step in shell.steps_on("pfs") if step < 12000] == []
+
+
 def test_a_plan_says_what_prune_would_refuse(shell: Shell) -> None:
     policy = shell.folder / "tight.yaml"
     policy.write_text("keep: [{last: 1}]\nprotect: {min_age: 1m}\n")

@@ -15,8 +15,9 @@ from tierstore.cli.labels import Refs
 from tierstore.cli.options import Cli
 from tierstore.cli.plan_table import plural
 from tierstore.cli.render import plain_table, wrapped
-from tierstore.cli.retain import AllRuns, housekeeping, on_each_run
+from tierstore.cli.retain import AllRuns, PolicyFile, housekeeping, on_each_run, policy_from
 from tierstore.cli.usage import told_sizes
+from tierstore.config import RetentionConfig
 from tierstore.errors import AccessError, LockedError, PartialError, TierStoreError, UsageError
 from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.gc.collect import collect
@@ -35,6 +36,7 @@ _WORDS = {"evict": "copy", "sweep": "checkpoint", "orphan": "leftovers"}
 
 def gc(
     cli: Cli,
+    policy: PolicyFile = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the readers whose leases hold something up.")] = False,
     now: Annotated[
         bool, typer.Option("--now", help="Give up the undelete window: free also what could still be taken back. It can't be undone.")
@@ -44,13 +46,16 @@ def gc(
     """Free what was decided to go: expired checkpoints, copies that a tier's rules drop, what broken saves left behind."""
     cli.refuse_names("gc works on all tiers; `evict REF --tier NAME` drops one copy")
     with cli.session() as session:
-        return on_each_run(cli, chosen_runs(session, all_runs=all_runs), lambda run: _gc_run(cli, session, run, wait, now))
+        rules = policy_from(session, policy)
+        return on_each_run(cli, chosen_runs(session, all_runs=all_runs), lambda run: _gc_run(cli, session, run, rules, wait, now))
 
 
-def _gc_run(cli: Cli, session: Session, run: str, wait: bool, now: bool) -> None:
+def _gc_run(cli: Cli, session: Session, run: str, rules: RetentionConfig | None, wait: bool, now: bool) -> None:
     lock = None if cli.options.dry_run else _local_lock(cli, session, run)
     try:
-        h = housekeeping(cli, session, run, local=cli.options.dry_run or lock is not None)
+        h = housekeeping(cli, session, run, rules, local=cli.options.dry_run or lock is not None)
+        if h.policy is None:
+            cli.terminal.say(f"run {run} has no retention policy: what has expired is not freed; `tierstore gc --policy FILE` goes by one")
         if cli.options.dry_run or not cli.options.yes:
             would = session.run(collect(h, now=now, dry_run=True))
             if not (would.freed or would.waiting or would.failed):
@@ -142,8 +147,7 @@ def _show_rest(cli: Cli, h: Housekeeping, report: CollectReport) -> None:
     if len(report.waiting) > _MOST:
         cli.terminal.show(Text(f"… {len(report.waiting) - _MOST:,} more wait; --json has them", style="dim"))
     for tier, names in report.leftovers.items():
-        verb = "would be removed" if report.dry_run else "removed"
-        cli.terminal.show(f"{plural(len(names), 'temporary')} or unfinished uploads of dead processes {verb} on {tier}")
+        cli.terminal.show(f"{plural(len(names), 'temporary')} or unfinished uploads of dead processes removed on {tier}")
     if report.foreign:
         cli.terminal.show(Text.assemble(("left alone, not ours: ", "yellow"), format_some(report.foreign, 8)))
 

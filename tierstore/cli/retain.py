@@ -32,15 +32,15 @@ from tierstore.tiers.retention import Plan
 from tierstore.tiers.session import Session
 from tierstore.units import format_size, format_some, parse_duration, parse_percent
 
-__all__ = ["AllRuns", "housekeeping", "on_each_run", "plan", "prune", "undelete"]
+__all__ = ["AllRuns", "PolicyFile", "housekeeping", "on_each_run", "plan", "policy_from", "prune", "undelete"]
 
 AllRuns = Annotated[bool, typer.Option("--all-runs", help="All runs of the store, each by its own policy.")]
-_PolicyFile = Annotated[str | None, typer.Option("--policy", metavar="FILE", help="Another retention policy than the configuration's.")]
+PolicyFile = Annotated[str | None, typer.Option("--policy", metavar="FILE", help="Another retention policy than the configuration's.")]
 
 
 def plan(
     cli: Cli,
-    policy: _PolicyFile = None,
+    policy: PolicyFile = None,
     at: Annotated[str | None, typer.Option("--at", metavar="TIME", help="As of another time: 2026-12-01T06:00Z, or +3d from now.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every row, also of a very long plan.")] = False,
     all_runs: AllRuns = False,
@@ -48,7 +48,7 @@ def plan(
     """Show what retention would do to each checkpoint, and why. Changes nothing."""
     cli.refuse_names("a plan is about all tiers")
     with cli.session() as session:
-        rules = _policy_from(session, policy)
+        rules = policy_from(session, policy)
         now = _time(at, cli.clock.now()) if at else None
 
         def one(run: str) -> None:
@@ -64,7 +64,7 @@ def plan(
 
 def prune(
     cli: Cli,
-    policy: _PolicyFile = None,
+    policy: PolicyFile = None,
     max_delete_fraction: Annotated[
         str | None, typer.Option("--max-delete-fraction", metavar="PERCENT", help="Let more go at once than the policy allows, e.g. 80%.")
     ] = None,
@@ -74,12 +74,13 @@ def prune(
     cli.refuse_names("it is decided about checkpoints, not about one tier's copies; `evict` drops a copy")
     fraction = parse_percent(max_delete_fraction) if max_delete_fraction else None
     with cli.session() as session:
-        rules = _policy_from(session, policy)
+        rules = policy_from(session, policy)
         runs = chosen_runs(session, all_runs=all_runs)
-        return on_each_run(cli, runs, lambda run: _prune_run(cli, session, housekeeping(cli, session, run, rules), fraction))
+        gc = f"tierstore gc --policy {policy}" if policy else "tierstore gc"
+        return on_each_run(cli, runs, lambda run: _prune_run(cli, session, housekeeping(cli, session, run, rules), fraction, gc))
 
 
-def _prune_run(cli: Cli, session: Session, h: Housekeeping, fraction: float | None) -> None:
+def _prune_run(cli: Cli, session: Session, h: Housekeeping, fraction: float | None, gc: str) -> None:
     situation = _look(session, h, None)
     found = plan_of(h, situation)
     going = [e for e in found.entries if e.action == "expire"]
@@ -96,10 +97,11 @@ def _prune_run(cli: Cli, session: Session, h: Housekeeping, fraction: float | No
         words += [f"take {plural(len(returning), 'checkpoint')} back"] if returning else []
         confirm(cli, " and ".join(words))
         would = session.run(carry_out(h, found, max_delete_fraction=fraction))
-    _tell_pruned(cli, found, would)
+    _tell_pruned(cli, found, would, gc)
 
 
-def _tell_pruned(cli: Cli, found: Plan, report: PruneReport) -> None:
+def _tell_pruned(cli: Cli, found: Plan, report: PruneReport, gc: str) -> None:
+    """What was decided; `gc` is the command that frees it: by the policy that let it go, for another one may keep it."""
     now, dry = cli.clock.now(), cli.options.dry_run
     entries = {entry.attempt: entry for entry in found.entries}
     may = "would be " if dry else ""
@@ -119,7 +121,7 @@ def _tell_pruned(cli: Cli, found: Plan, report: PruneReport) -> None:
     cli.terminal.emit({"type": "prune", "run": found.run, "plan": found.id, **counts, "dry_run": dry})
     if ends and not dry:
         back = f"`tierstore undelete --plan {found.id}` takes all of it back until {when_text(min(ends), now)}"
-        cli.terminal.show(wrapped(f"{back}; `tierstore gc` frees it after that"))
+        cli.terminal.show(wrapped(f"{back}; `{gc}` frees it after that"))
 
 
 def _tell_decided(cli: Cli, attempt: Attempt, kind: str, told: str, dry: bool, not_before: datetime | None = None) -> None:
@@ -217,7 +219,7 @@ def _look(session: Session, h: Housekeeping, at: datetime | None) -> Situation:
     return situation if at is None else replace(situation, at=at)
 
 
-def _policy_from(session: Session, file: str | None) -> RetentionConfig | None:
+def policy_from(session: Session, file: str | None) -> RetentionConfig | None:
     return load_config(session.config, retention=file).retention if file else None
 
 
