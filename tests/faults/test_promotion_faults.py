@@ -18,6 +18,7 @@ from tierstore.testing.flows import HookedStorage, LoopSession, folder_tiers, ne
 from tierstore.testing.servers import SeaweedServer
 from tierstore.tiers.catalog import scan
 from tierstore.tiers.jobs import WorkerOptions
+from tierstore.tiers.log import read_log
 from tierstore.tiers.persist import persist
 from tierstore.tiers.promote import ReconcileReport, reconcile
 from tierstore.tiers.repair import repair
@@ -142,7 +143,9 @@ def test_what_the_server_said_of_each_object_proves_it_later_without_a_download(
         worker.submit(save_job(attempt, nbytes=20_000_000)).wait("durable", 60)
         worker.close(60)
         (info,) = session.run(scan(session.tiers, "r")).checkpoints
-        files = info.replicated["object"]["files"]
+        assert set(info.replicated) == {"object"}
+        (record,) = [r for r in session.run(read_log(session.tiers.authority.storage, attempt)) if r.kind == "replicated"]
+        files = record.data["files"]
         assert {"manifest.json", "index.safetensors", "objects.json", "part-00000.safetensors"} < set(files)
         assert all(facts["checksum"] or facts["etag"] for facts in files.values())
         quick = session.run(verify(session.tiers, "r", only=["object"]))

@@ -22,6 +22,7 @@ from tierstore.tiers.locks import RunLock, lock_path
 from tierstore.tiers.persist import persist
 from tierstore.tiers.promote import pending, promote, reconcile
 from tierstore.tiers.tier import Tiers
+from tierstore.tiers.verify import verify
 from tierstore.tiers.view import observe
 
 LAYOUT = {"memory": "node", "nvme": "node", "pfs": "shared", "object": "shared"}
@@ -108,6 +109,23 @@ def test_a_damaged_source_is_quarantined_and_another_tier_serves(tmp_path: Path)
         view = await observe(tiers, attempt)
         assert view.log.quarantined == {("nvme", "shard-00000-of-00001.safetensors")}
         assert "object" in view.log.replicated
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_of_very_many_shards_the_record_of_a_copy_says_nothing(tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 50,000 ranks it would be too large to be read again, and the whole log with it."""
+    monkeypatch.setattr("tierstore.tiers.log.FILES_OF_AT_MOST", most)
+
+    async def run() -> None:
+        tiers = folder_tiers(tmp_path, {"pfs": "shared", "object": "shared"})
+        attempt = new_attempt("r", 5)
+        await stage(tiers, attempt)
+        await reconcile(tiers, "r", clock=CLOCK)
+        data = (await observe(tiers, attempt)).log.replicated["object"].data
+        assert ("files" in data) == bool(most)
+        assert (await verify(tiers, "r", level="full")).findings == ()
 
     asyncio.run(run())
 

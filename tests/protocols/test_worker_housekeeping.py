@@ -20,6 +20,7 @@ from tierstore.errors import RefusedError, StorageError, TierFullError, TierStor
 from tierstore.names import Attempt, new_save_id
 from tierstore.testing.flows import HookedStorage, LoopSession, folder_tiers, save_job
 from tierstore.tiers.catalog import scan
+from tierstore.tiers.decisions import pin
 from tierstore.tiers.gc.housekeeping import Housekeeping
 from tierstore.tiers.gc.reports import CollectReport, Tended
 from tierstore.tiers.jobs import WorkerOptions
@@ -391,14 +392,20 @@ def test_a_node_whose_lock_another_process_has_is_left_to_that_one(tmp_path: Pat
 # ---- without a policy
 
 
-def test_without_a_policy_nothing_is_asked_for_and_nothing_goes(tmp_path: Path) -> None:
+def test_without_a_policy_nothing_goes_and_the_copies_of_the_logs_catch_up(tmp_path: Path) -> None:
     with running(tmp_path, None) as run:
-        for step in range(1, 5):
+        first = run.save(1, level="object").attempt
+        for step in range(2, 5):
             run.save(step, level="object")
-        run.worker.drain(20)
+        run.session.run(pin(run.session.tiers, first, clock=run.clock))
+        run.worker.drain(20)  # it looks at the tiers
+
+        def logs(tier: str) -> set[str]:
+            return {path.name for path in (tmp_path / tier / first.log_folder).glob("0*.json")}
+
+        eventually(lambda: logs("memory") == logs("object") == logs("pfs"), "the pin lies beside every replica")
         assert run.steps_on("pfs") == [1, 2, 3, 4]
-        assert not [call for call in run.calls("pfs") if "/.leases" in call[1] or "/.audit" in call[1]]
-        assert run.calls("pfs").count(("list", "r/.log")) == 2, "the look at the start, and the drain's"
+        assert not [call for tier in LAYOUT for call in run.calls(tier) if call[0] == "delete"]
 
 
 def test_without_a_policy_what_was_decided_before_is_finished(tmp_path: Path) -> None:

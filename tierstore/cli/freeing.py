@@ -115,6 +115,7 @@ def _tell(cli: Cli, h: Housekeeping, report: CollectReport, *, table: bool = Tru
             "nbytes": report.nbytes,
             "leftovers": {tier: list(names) for tier, names in report.leftovers.items()},
             "foreign": list(report.foreign),
+            "log_copies": report.log_copies,
             "dry_run": report.dry_run,
         }
     )

@@ -32,9 +32,10 @@ class Catalog:
 
     `checkpoints` are committed and not swept, oldest step first, attempts of one step by age. `incomplete` and `condemned` are no
     checkpoints. `remains`: those swept or condemned of which tiers still have something, and which tiers: a payload folder, or more of
-    a log than stays. `known`: how many attempts have a first record on the authority, whatever it says; 0 where that was not reached.
-    `unreachable` maps a tier's name to why it could not be asked. `foreign` lists paths that are not of our grammar: they are ignored,
-    and never touched. `warnings` repeats what was logged.
+    a log than stays. `behind`: checkpoints beside whose copies, on these tiers, some records of the log do not lie yet. `known`: how many
+    attempts have a first record on the authority, whatever it says; 0 where that was not reached. `unreachable` maps a tier's name to
+    why it could not be asked. `foreign` lists paths that are not of our grammar: they are ignored, and never touched. `warnings` repeats
+    what was logged.
     """
 
     run: str
@@ -43,6 +44,7 @@ class Catalog:
     condemned: tuple[IncompleteAttempt, ...] = ()
     swept: tuple[Attempt, ...] = ()
     remains: Mapping[Attempt, tuple[str, ...]] = field(default_factory=dict)
+    behind: Mapping[Attempt, tuple[str, ...]] = field(default_factory=dict)
     known: int = 0
     unreachable: Mapping[str, TierStoreError] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -182,6 +184,7 @@ async def scan(tiers: Tiers, run: str, cache: RecordCache | None = None) -> Cata
         condemned=tuple(sorted(scanned.condemned, key=lambda a: a.attempt)),
         swept=tuple(sorted(scanned.swept)),
         remains=scanned.remains,
+        behind=scanned.behind,
         known=scanned.known,
         unreachable=scanned.unreachable,
         warnings=tuple(scanned.warnings),

@@ -32,13 +32,13 @@ _PART = re.compile(r"part-(\d{5,8})\.safetensors")
 class CheckpointInfo:
     """A committed checkpoint.
 
-    `opening`: how many bytes a reader asks for first, by file, so that it need not wait for the manifest to ask for them. `nbytes`
-    counts all its files, in bytes; `replicas` maps a tier's name to what it holds (absent: nothing, or the tier was not
-    reached), nearest first; `receipts` maps a node tier's name to the ranks whose parts lie there; `replicated` maps a tier's name
-    to the facts that its ``replicated`` record gives; `dropped` are the tiers whose copy was, or is being, removed on purpose, and
-    `quarantined` the (tier, file) that were found damaged. `expired`: the decision that it goes, while it is not swept; `revived`: when it
-    was last taken back. `superseded`: a later attempt at the same step committed. `damaged`: a record of its log can't be read.
-    `authority_lost`: known from replicas' copies of the log only.
+    `opening`: how many bytes a reader asks for first, by file, so that it need not wait for the manifest to ask for them. `nbytes` counts
+    all its files, in bytes; `replicas` maps a tier's name to what it holds (absent: nothing, or the tier was not reached), nearest first;
+    `receipts` maps a node tier's name to the ranks whose parts lie there; `replicated` maps a tier's name to the facts that its
+    ``replicated`` record gives, but for those of single files; `dropped` are the tiers whose copy was, or is being, removed on purpose,
+    and `quarantined` the (tier, file) that were found damaged. `expired`: the decision that it goes, while it is not swept; `revived`:
+    when it was last taken back. `superseded`: a later attempt at the same step committed. `damaged`: a record of its log can't be read.
+    `authority_lost`: known from replicas' copies of the log only. `records`: its log, `lean`.
     """
 
     attempt: Attempt

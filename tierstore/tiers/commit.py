@@ -32,7 +32,7 @@ from tierstore.names import INDEX, MANIFEST, OBJECTS, Attempt, save_id_time
 from tierstore.storage.contract import FileInfo, Storage
 from tierstore.tiers.gathering import Gathered, Gathering, PackedObjects
 from tierstore.tiers.index_pages import opening_nbytes
-from tierstore.tiers.log import decide_fate, read_fate
+from tierstore.tiers.log import decide_fate, files_told, read_fate
 from tierstore.tiers.tier import Tiers
 
 __all__ = ["commit", "condemned_error"]
@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 
 _POLL_FIRST_S = 0.05
 _POLL_LAST_S = 2.0
-_FACTS_OF_AT_MOST = 1024
 
 
 async def commit(
@@ -241,16 +240,8 @@ def commit_facts(manifest: Manifest, document: bytes) -> dict[str, Any]:
 
 
 def _server_facts(seen: Mapping[str, FileInfo]) -> dict[str, Any]:
-    """What the authority's server says of each shard, so that a later HEAD proves it unchanged; nothing where it says nothing.
-
-    The small files are read and proved by every look. Of very many shards nothing is kept: every catalog reads this record.
-    """
-    files = {
-        name: {"nbytes": info.nbytes, "etag": info.etag, "checksum": info.checksum}
-        for name, info in sorted(seen.items())
-        if info.etag or info.checksum
-    }
-    return {"files": files} if 0 < len(files) <= _FACTS_OF_AT_MOST else {}
+    """What the authority's server says of each shard; nothing where it says nothing. The small files are read and proved by every look."""
+    return files_told({name: info for name, info in seen.items() if info.etag or info.checksum})
 
 
 def _remerged(objects: bytes) -> bytes:

@@ -16,7 +16,8 @@ from tierstore.names import MANIFEST
 from tierstore.storage.contract import FileInfo
 from tierstore.storage.tasks import all_or_none
 from tierstore.tiers.copying import CopyContext, OnDamage, Proof, copy_document, copy_file, read_document
-from tierstore.tiers.log import append, parse_record
+from tierstore.tiers.log import append, files_told
+from tierstore.tiers.log_copies import copy_records
 from tierstore.tiers.log_facts import fold
 from tierstore.tiers.space import check_space
 from tierstore.tiers.tier import Tier
@@ -90,14 +91,13 @@ async def copy_payload(context: CopyContext, view: AttemptView, target: Tier) ->
 
 
 async def record_replica(context: CopyContext, view: AttemptView, target: Tier, copied: Mapping[str, FileInfo]) -> None:
-    """Appends `replicated`, with what the target's server says of each file, so that a later HEAD proves it unchanged."""
-    facts = {name: {"nbytes": info.nbytes, "etag": info.etag, "checksum": info.checksum} for name, info in sorted(copied.items())}
+    """Appends `replicated`, with what the target's server says of each file."""
     try:
         await append(
             context.tiers.authority.storage,
             view.attempt,
             "replicated",
-            {"tier": target.name, "files": facts},
+            {"tier": target.name, **files_told(copied)},
             clock=context.clock,
             allow=lambda records: _still_wanted(records, target, since=len(view.records)),
         )
@@ -137,18 +137,9 @@ async def _copy_manifest(context: CopyContext, view: AttemptView, target: Tier) 
 
 
 async def _copy_log(context: CopyContext, view: AttemptView, target: Tier) -> None:
-    """Copies of the log's records, for reading only; the commit record last: it makes the replica readable by itself.
-
-    Raises:
-        IntegrityError: A record came garbled; nothing of it was written.
-    """
+    """The copies of the log's records, after everything else."""
     reach("promote.before-record")
-    for record in reversed(view.records):
-        path = view.attempt.record_path(record.seq)
-        data = await context.tiers.authority.storage.read(path)
-        if parse_record(data, path, record.seq) != record:  # a record is proved by its own digest; it never changes
-            raise IntegrityError(f"{path} is not what it was a moment ago", hint="run `tierstore verify`", file=path)
-        await target.storage.put(path, data)
+    await copy_records(context.tiers.authority, target, view.attempt, view.records)
     reach("promote.after-record")
 
 

@@ -136,7 +136,7 @@ _KINDS = (
         name="wrong-log-copy",
         severity="damage",
         meaning="A replica's copy of a record is missing, unreadable, or not the authority's: it would not do if the log were lost.",
-        hint="run `tierstore repair`: the authority's records are copied again",
+        hint="run `tierstore repair`: the authority's records are copied again; those that are only missing `tierstore gc` copies, too",
         remedy="repair",
     ),
     FindingKind(

@@ -12,7 +12,7 @@ from tierstore.errors import IntegrityError, NotFoundError, TierStoreError
 from tierstore.format.record import Record
 from tierstore.names import EVICTED, Attempt, log_root
 from tierstore.storage.contract import FileInfo, ReadsEach
-from tierstore.tiers.log import parse_record, record_seq, swept_in
+from tierstore.tiers.log import lean, parse_record, record_seq, swept_in
 from tierstore.tiers.record_cache import RecordCache
 from tierstore.tiers.tier import Tier, Tiers, recheck
 from tierstore.tiers.together import together
@@ -181,23 +181,23 @@ async def _read(listing: TierListing, wanted: Iterable[tuple[Attempt, int]], cac
 
 
 def _parse_each(read: Iterable[tuple[bytes | Exception, str, int]]) -> list[Record | None]:
-    """The records, and None for what could not be read or parsed: that is looked at one by one."""
+    """The records, lean, and None for what could not be read or parsed: that is looked at one by one."""
     records: list[Record | None] = []
     for data, path, seq in read:
         try:
-            records.append(parse_record(data, path, seq) if isinstance(data, bytes) else None)
+            records.append(lean(parse_record(data, path, seq)) if isinstance(data, bytes) else None)
         except IntegrityError:
             records.append(None)
     return records
 
 
 async def _read_record(tier: Tier, path: str, seq: int) -> Record:
-    """One record; read a second time where it came garbled, for a bad read is not a bad record, and much hangs on it."""
+    """One record, lean; read a second time where it came garbled, for a bad read is not a bad record, and much hangs on it."""
     try:
-        return parse_record(await tier.storage.read(path), path, seq)
+        return lean(parse_record(await tier.storage.read(path), path, seq))
     except IntegrityError as error:
         log.debug("tier=%s %s is read again: %s", tier.name, path, error.message)
-        return parse_record(await tier.storage.read(path), path, seq)
+        return lean(parse_record(await tier.storage.read(path), path, seq))
 
 
 async def runs(tiers: Tiers) -> list[str]:

@@ -11,19 +11,22 @@ import platform
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tierstore.clock import Clock, utc_text
 from tierstore.errors import ConflictError, IntegrityError, NotFoundError, RefusedError
 from tierstore.format.record import Record, decode_record, encode_record
 from tierstore.names import Attempt
-from tierstore.storage.contract import Storage
+from tierstore.storage.contract import FileInfo, Storage
 from tierstore.tiers.together import together
 
 __all__ = [
     "actor_name",
     "append",
     "decide_fate",
+    "files_told",
+    "lean",
     "new_nonce",
     "parse_record",
     "read_fate",
@@ -35,6 +38,7 @@ __all__ = [
 ]
 
 MAX_RECORD_NBYTES = 8 << 20
+FILES_OF_AT_MOST = 1024
 _LEAF = re.compile(r"(\d{6})\.json")
 
 
@@ -144,6 +148,26 @@ async def _read_on(storage: Storage, attempt: Attempt, records: list[Record]) ->
             records.append(await read_record(storage, attempt, len(records)))
         except NotFoundError:
             return tuple(records)
+
+
+def files_told(seen: Mapping[str, FileInfo]) -> dict[str, Any]:
+    """What a record says of a copy's files by name: the server's word, so that a later HEAD proves them unchanged.
+
+    Of more than `FILES_OF_AT_MOST` shards it says nothing: it has to stay small enough to be read, and everybody reads it.
+    """
+    if not seen or sum(name.startswith("shard-") for name in seen) > FILES_OF_AT_MOST:
+        return {}
+    return {"files": {name: {"nbytes": info.nbytes, "etag": info.etag, "checksum": info.checksum} for name, info in sorted(seen.items())}}
+
+
+def lean(record: Record) -> Record:
+    """A record without what it says of each single file of a copy: that is read again where it is wanted (`read_record`).
+
+    With thousands of files in each of many checkpoints, a catalog would be mostly that.
+    """
+    if record.kind not in ("committed", "replicated") or "files" not in record.data:
+        return record
+    return replace(record, data={key: value for key, value in record.data.items() if key != "files"})
 
 
 def swept_in(records: Iterable[Record]) -> Record | None:

@@ -10,6 +10,7 @@ from tierstore.errors import ConflictError, IntegrityError, NotFoundError, Stora
 from tierstore.format.record import Record
 from tierstore.names import Attempt, attempt_of_log_path
 from tierstore.tiers.log import parse_record, read_log, record_seq, swept_in
+from tierstore.tiers.log_copies import copy_records
 from tierstore.tiers.mending import Mended, Unmended
 from tierstore.tiers.tier import Tier, Tiers
 
@@ -79,16 +80,9 @@ async def _read(tier: Tier, path: str, seq: int) -> tuple[Record, bytes] | TierS
 
 
 async def mend_log_copies(tiers: Tiers, attempt: Attempt, tier: Tier, records: Sequence[Record], *, dry_run: bool) -> Mended | Unmended:
-    """Copies the authority's records to a replica again; the commit record last, for it makes the replica readable by itself."""
-    nbytes = 0
+    """Copies the authority's records to a replica again, in place of what is there."""
     try:
-        for record in reversed(records):
-            path = attempt.record_path(record.seq)
-            data = await tiers.authority.storage.read(path)
-            parse_record(data, path, record.seq)
-            nbytes += len(data)
-            if not dry_run:
-                await tier.storage.put(path, data)
+        nbytes = await copy_records(tiers.authority, tier, attempt, records, dry_run=dry_run)
     except TierStoreError as error:
         return Unmended(attempt=attempt, tier=tier.name, file=attempt.log_folder, reason=error.message, exit_code=error.exit_code)
     return Mended(

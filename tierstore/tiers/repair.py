@@ -19,12 +19,13 @@ from tierstore.format.index import Index, decode_index
 from tierstore.format.manifest import Manifest
 from tierstore.format.record import Record
 from tierstore.names import INDEX, MANIFEST, OBJECTS, Attempt
+from tierstore.storage.contract import FileInfo
 from tierstore.tiers.catalog import CheckpointInfo, RecordCache, scan
 from tierstore.tiers.checkpoint import parse_file_name
 from tierstore.tiers.copying import CopyContext, Proof
 from tierstore.tiers.findings import Finding
 from tierstore.tiers.leases import hold_lease
-from tierstore.tiers.log import append, read_log
+from tierstore.tiers.log import append, files_told, read_log
 from tierstore.tiers.log_facts import LogFacts, fold
 from tierstore.tiers.mending import Mended, Unmended, mend_document, mend_shard
 from tierstore.tiers.mending_documents import remade_documents
@@ -337,9 +338,8 @@ async def _record(
         return
     known = {r.file: r.info for r in results if isinstance(r, Mended) and r.info is not None}
 
-    async def said(name: str) -> tuple[str, dict[str, object]]:
-        now = known.get(name) or await tier.storage.stat(attempt.path(name))
-        return name, {"nbytes": now.nbytes, "etag": now.etag, "checksum": now.checksum}
+    async def said(name: str) -> tuple[str, FileInfo]:
+        return name, known.get(name) or await tier.storage.stat(attempt.path(name))
 
     files = dict(await together(said, sorted([*(f.name for f in manifest.files), MANIFEST])))
 
@@ -348,7 +348,11 @@ async def _record(
         since = any(r.kind in ("evicting", "evicted", "quarantined") and r.data.get("tier") == tier.name for r in now[len(records) :])
         return not (since or _left_alone(state, info, repairing.context.clock))
 
-    data = {"tier": tier.name, "files": files, "repaired": sorted(r.file for r in results if isinstance(r, Mended) and r.nbytes_written)}
+    data = {
+        "tier": tier.name,
+        **files_told(files),
+        "repaired": sorted(r.file for r in results if isinstance(r, Mended) and r.nbytes_written),
+    }
     try:
         storage = repairing.tiers.authority.storage
         await append(storage, attempt, "replicated", data, clock=repairing.context.clock, allow=still)

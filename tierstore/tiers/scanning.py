@@ -32,6 +32,7 @@ class Scanned:
     condemned: list[IncompleteAttempt] = field(default_factory=list)
     swept: list[Attempt] = field(default_factory=list)
     remains: dict[Attempt, tuple[str, ...]] = field(default_factory=dict)
+    behind: dict[Attempt, tuple[str, ...]] = field(default_factory=dict)
     known: int = 0
     unreachable: dict[str, TierStoreError] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -164,6 +165,8 @@ def _decide(attempt: Attempt, authority: TierListing | None, views: Sequence[Tie
     replicas = _replicas(attempt, facts, dropped, authority, lost, views)
     receipts = _receipts(attempt, views)
     scanned.checkpoints.append(_info(attempt, records, facts, dropped, replicas, receipts, damaged=bool(damages), lost=lost))
+    if not (lost or damages) and (behind := _behind(attempt, facts, dropped, len(records), authority, views)):
+        scanned.behind[attempt] = behind
     return True
 
 
@@ -278,6 +281,20 @@ def _replicas(
         else:
             states[name] = "partial"
     return states
+
+
+def _behind(
+    attempt: Attempt, facts: LogFacts, dropped: frozenset[str], count: int, authority: TierListing | None, views: Sequence[TierListing]
+) -> tuple[str, ...]:
+    """The tiers beside whose copy not all of the log's records lie, without those whose copy is not complete yet."""
+    names = []
+    for view in views:
+        if view is authority or view.tier.name in dropped or attempt not in view.folders:
+            continue
+        there = {seq for seq, info in view.records.get(attempt, {}).items() if info.nbytes}
+        if (0 in there or view.tier.name in facts.replicated) and not there.issuperset(range(count)):
+            names.append(view.tier.name)
+    return tuple(names)
 
 
 def _is_share(attempt: Attempt, facts: LogFacts, view: TierListing) -> bool:

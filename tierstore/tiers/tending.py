@@ -78,9 +78,11 @@ class Tending:
         self._quiet.set()
 
     def seen(self, catalog: Catalog) -> None:
-        """The tiers were looked at: what was decided before, and is not done yet, is finished, with a policy or without."""
+        """The tiers were looked at: what was decided before, and is not done or copied yet, is finished, with a policy or without."""
         begun = any(c.hidden or "evicting" in c.replicas.values() for c in catalog.checkpoints)
-        if begun or catalog.remains or self.housekeeping.policy is not None:
+        own = {tier.name for tier in self.housekeeping.own}
+        behind = any(not own.isdisjoint(names) for names in catalog.behind.values())
+        if begun or catalog.remains or behind or self.housekeeping.policy is not None:
             self._due.set()
 
     async def run(self) -> None:
@@ -109,6 +111,8 @@ class Tending:
             else:
                 self._count(tended)
                 self._ended(_trouble_of(tended))
+                if tended.collected.log_copies_left and not tended.collected.failed:
+                    self._due.set()
 
     @contextmanager
     def _node(self) -> Iterator[bool]:

@@ -20,13 +20,14 @@ from tierstore.tiers.budget import ByteBudget
 from tierstore.tiers.checkpoint import CheckpointInfo, parse_file_name
 from tierstore.tiers.copying import Proof
 from tierstore.tiers.findings import Finding
+from tierstore.tiers.log import read_record
 from tierstore.tiers.log_facts import LogFacts, fold
 from tierstore.tiers.progress import NO_PROGRESS, Progress
 from tierstore.tiers.tier import Tier, Tiers
 from tierstore.tiers.together import together
 from tierstore.tiers.view import further
 
-__all__ = ["Level", "Looking", "Verifying", "good_index", "good_manifest", "read_blocks", "recorded_facts", "runs_of", "verify_copy"]
+__all__ = ["Level", "Looking", "Verifying", "good_index", "good_manifest", "read_blocks", "runs_of", "verify_copy"]
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ async def verify_copy(looking: Looking, info: CheckpointInfo, tier: Tier) -> Non
         looking.note("V106", name, f"{there[name].nbytes} bytes that the manifest does not name")
     sound = [f for f in expected if _present(looking, f, there)]
     work.files += len(expected)
-    changed = await _changed_objects(looking, info, tier, sound, recorded_facts(facts, tier, work.tiers))
+    changed = await _changed_objects(looking, info, tier, sound, await _recorded_facts(looking, info, tier, facts))
     index = await _index(looking, info, tier, manifest, sound)
     if work.level != "quick":
         await _read_payload(looking, info, tier, manifest, sound, index)
@@ -126,10 +127,21 @@ async def verify_copy(looking: Looking, info: CheckpointInfo, tier: Tier) -> Non
             looking.note("V115", name, "found damaged while it was copied")
 
 
-def recorded_facts(facts: LogFacts, tier: Tier, tiers: Tiers) -> Mapping[str, Any]:
-    """File → what the tier's server said of it when the copy was recorded; the authority's own stand in the commit record."""
+async def _recorded_facts(looking: Looking, info: CheckpointInfo, tier: Tier, facts: LogFacts) -> Mapping[str, Any]:
+    """File → what the tier's server said of it when the copy was recorded; the authority's own stand in the commit record.
+
+    Read anew, for a catalog does not keep it.
+    """
+    tiers = looking.work.tiers
     record = facts.replicated.get(tier.name) or (facts.fate if tiers.is_authority(tier) else None)
-    found = record.data.get("files") if record is not None else None
+    if record is None:
+        return {}
+    source = tier if info.authority_lost else tiers.authority
+    try:
+        found = (await read_record(source.storage, info.attempt, record.seq)).data.get("files")
+    except NotFoundError as error:  # deleted meanwhile; or the copies of a lost log end before it
+        log.debug("tier=%s checkpoint=%s %s", tier.name, info.attempt.folder, error.message)
+        return {}
     return found if isinstance(found, Mapping) else {}
 
 

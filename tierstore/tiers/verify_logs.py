@@ -13,7 +13,7 @@ from tierstore.names import TMP, Attempt, attempt_of_log_path, log_root
 from tierstore.storage.temporaries import owner_is_dead
 from tierstore.tiers.catalog import Catalog
 from tierstore.tiers.checkpoint import CheckpointInfo
-from tierstore.tiers.log import read_record, record_seq
+from tierstore.tiers.log import lean, read_record, record_seq
 from tierstore.tiers.log_facts import fold
 from tierstore.tiers.tier import Tier, Tiers
 from tierstore.tiers.together import together
@@ -113,7 +113,7 @@ async def numbers_of(tier: Tier, run: str) -> dict[Attempt, set[int]]:
 
 
 async def look_at_log_copies(looking: Looking, tiers: Tiers, info: CheckpointInfo, tier: Tier, numbers: Mapping[Attempt, set[int]]) -> None:
-    """Compares a replica's copies of the records with the authority's. Later records that it lacks are nothing: copies are not kept up."""
+    """Compares a replica's copies of the records with the authority's. Later ones that it lacks are nothing: a collection copies them."""
     held = info.replicas.get(tier.name)
     recorded = tier.name in fold(info.records).replicated and tier.name in [t.name for t in further(tiers)]
     if tiers.is_authority(tier) or info.authority_lost or tier.name in info.dropped:
@@ -134,7 +134,7 @@ async def look_at_log_copies(looking: Looking, tiers: Tiers, info: CheckpointInf
         except IntegrityError as error:
             looking.note("V114", path, _plainly(error, path))
             return
-        if seq in known and copy != known[seq]:
+        if seq in known and lean(copy) != known[seq]:
             looking.note("V114", path, "it differs from the authority's record")
         elif seq not in known and not info.damaged and await _lacks(tiers.authority, info.attempt, copy):
             looking.note("V105", path, f"tier {tier.name!r} has a copy of it, the authority has not")

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tiers_kit import SteppedClock, attempt_at, persist_rank, tiers_in
+from tiers_kit import Hooked, SteppedClock, attempt_at, persist_rank, tiers_in
 
 from tierstore.config_retention import GcConfig, KeepRule, ProtectConfig, RetentionConfig, TierRetention
 from tierstore.names import Attempt
@@ -123,6 +123,12 @@ class World:
     def left(self, attempt: Attempt, tiers: Collection[str] = ("node", "shared", "far")) -> dict[str, list[str]]:
         """What is left of an attempt, by tier, where there is anything."""
         return {tier: found for tier in tiers if (found := self.files(tier, attempt))}
+
+    def calls(self, tier: str, operation: str) -> list[str]:
+        """The paths that were asked for, on a tier that is wrapped in `Hooked`."""
+        storage = self.tiers.get(tier).storage
+        assert isinstance(storage, Hooked)
+        return [path for what, path in storage.calls if what == operation]
 
     def audit(self, tier: str = "shared") -> str:
         folder = self.folder / tier / "run" / ".audit"

@@ -9,24 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from dataclasses import replace
-from datetime import datetime, timezone
 from typing import Any, TypeVar
 
-from tierstore.errors import ConflictError, RefusedError, TierStoreError
+from tierstore.errors import ConflictError, RefusedError, StorageError, TierStoreError
 from tierstore.format.record import Record
 from tierstore.names import Attempt
 from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.gc.brakes import check_ground, newest_of
+from tierstore.tiers.gc.catch_up import CaughtUp, catch_up
 from tierstore.tiers.gc.deleting import Emptying, Found, Remover, find
 from tierstore.tiers.gc.evict import continue_eviction, decide_eviction, finish_eviction, preview_eviction
-from tierstore.tiers.gc.housekeeping import Housekeeping, Situation, look, plan_of
+from tierstore.tiers.gc.housekeeping import Housekeeping, Situation, as_due, look, plan_of, quiet
 from tierstore.tiers.gc.orphans import condemn, confirm_condemned, orphan_job, why_it_stays
 from tierstore.tiers.gc.prune import carry_out
 from tierstore.tiers.gc.reports import CollectReport, Failed, Freed, Tended
 from tierstore.tiers.gc.sweep import decide_sweep, names_to_record, read_swept, readers_of, sweep_job, to_trim
 from tierstore.tiers.leftovers import sweep_leftovers
-from tierstore.tiers.log import read_log
+from tierstore.tiers.log import read_log, swept_in
 from tierstore.tiers.log_facts import fold
 from tierstore.tiers.retention import PlanEntry, Reason
 from tierstore.tiers.tier import Tier
@@ -41,10 +40,14 @@ _T = TypeVar("_T")
 _AT_A_TIME = 32
 """Attempts that are decided, written down and deleted together: their files are in memory."""
 _AT_ONCE = 8
+_LOGS_IN_A_ROUND = 1000
+"""Replicas whose copies of the log one round in the background brings up to date: the next round is for what became due meanwhile."""
 
 
 async def collect(h: Housekeeping, *, now: bool = False, wait_s: float = 0.0, dry_run: bool = False) -> CollectReport:
     """Frees what is due: finishes what was begun, sweeps what expired, drops copies, condemns orphans, removes leftovers.
+
+    Then the copies of the log beside the replicas are brought up to date, so that a lost authority takes no decision with it.
 
     Args:
         h: Who collects, and on which tiers.
@@ -80,42 +83,41 @@ async def tend(h: Housekeeping) -> Tended:
             if pruned.expired or pruned.revived or pruned.passed_over:
                 situation = await look(h)
                 await check_ground(h, situation)
-    return Tended(collected=await _collect(h, situation), pruned=pruned, refused=refused)
+    return Tended(collected=await _collect(h, situation, most_logs=_LOGS_IN_A_ROUND), pruned=pruned, refused=refused)
 
 
 async def _collect(
-    h: Housekeeping, situation: Situation, *, now: bool = False, wait_s: float = 0.0, dry_run: bool = False
+    h: Housekeeping,
+    situation: Situation,
+    *,
+    now: bool = False,
+    wait_s: float = 0.0,
+    dry_run: bool = False,
+    most_logs: int | None = None,
 ) -> CollectReport:
     work = _Collecting(h, situation, wait_s=wait_s, dry_run=dry_run)
     await work.finish_swept()
     await work.finish_condemned()
     await work.finish_evictions()
     if h.policy is not None:
-        entries = (await asyncio.to_thread(plan_of, h, _as_due(situation) if now else situation)).entries
+        entries = (await asyncio.to_thread(plan_of, h, as_due(situation) if now else situation)).entries
         if h.shared:
             await work.sweep([entry for entry in entries if entry.action == "sweep"])
         await work.drop(entries)
         await work.condemn_orphans()
         work.waiting += [(e.attempt, _why_waiting(e)) for e in entries if e.action in ("expired", "revive")]
     leftovers = {} if dry_run else await work.leftovers()
+    await work.copy_logs(most_logs)
     return CollectReport(
         freed=tuple(work.freed),
         waiting=tuple(work.waiting),
         failed=tuple(work.failed),
         leftovers=leftovers,
         foreign=tuple(work.foreign),
+        log_copies=work.log_copies,
+        log_copies_left=work.log_copies_left,
         dry_run=dry_run,
     )
-
-
-def _as_due(situation: Situation) -> Situation:
-    """The same with every undelete window over; what protects a checkpoint protects it still."""
-    long_ago = datetime(1970, 1, 1, tzinfo=timezone.utc)
-    checkpoints = tuple(
-        replace(info, expired=replace(info.expired, not_before=long_ago)) if info.expired is not None else info
-        for info in situation.catalog.checkpoints
-    )
-    return replace(situation, catalog=replace(situation.catalog, checkpoints=checkpoints))
 
 
 def _why_waiting(entry: PlanEntry) -> str:
@@ -134,6 +136,8 @@ class _Collecting:
         self.waiting: list[tuple[Attempt, str]] = []
         self.failed: list[Failed] = []
         self.foreign: list[str] = []
+        self.log_copies = 0
+        self.log_copies_left = 0
         self._h = h
         self._seen = situation
         self._wait_s = wait_s
@@ -160,17 +164,17 @@ class _Collecting:
     async def finish_evictions(self) -> None:
         """Removes what is left on tiers that have dropped, or are dropping, their copy."""
         own = {tier.name: tier for tier in self._own}
-        left = [(i, own[name]) for i in self._seen.catalog.checkpoints for name in _unfinished(i) if name in own]
+        left = [(i.attempt, own[name]) for i in self._seen.catalog.checkpoints for name in _unfinished(i) if name in own]
         for some in _parts(left):
             found = await together(lambda item: self._continued(*item), some, at_once=_AT_ONCE)
             await self._evict([job for job in found if job is not None])
 
-    async def _continued(self, info: CheckpointInfo, tier: Tier) -> Emptying | None:
+    async def _continued(self, attempt: Attempt, tier: Tier) -> Emptying | None:
         """An eviction that may go on: by the log as it is now, or, on a node's tier, by its marker and the checks for a new one."""
         if tier.name in self._nodes:
-            return await self._decide_drop(info.attempt, tier, "an eviction that was interrupted")
-        records = await self._try(info.attempt, "", read_log(self._h.tiers.authority.storage, info.attempt))
-        return await self._try(info.attempt, tier.name, continue_eviction(self._h, info.attempt, tier, records)) if records else None
+            return await self._decide_drop(attempt, tier, "an eviction that was interrupted")
+        records = await self._try(attempt, "", read_log(self._h.tiers.authority.storage, attempt))
+        return await self._try(attempt, tier.name, continue_eviction(self._h, attempt, tier, records)) if records else None
 
     # ---- what is decided now
 
@@ -318,6 +322,42 @@ class _Collecting:
         grace_s = max(self._h.tiers.upload_grace_s, self._h.gc.multipart_grace_s)
         found = await sweep_leftovers(self._h.tiers, only=self._own_names, upload_grace_s=grace_s)
         return {name: tuple(paths) for name, paths in found.items()}
+
+    # ---- the copies of the log
+
+    async def copy_logs(self, most: int | None) -> None:
+        """Brings the copies beside the replicas up to date, those of the newest checkpoints first; `most`: of so many replicas."""
+        own = {tier.name: tier for tier in self._own}
+        behind = sorted(self._seen.catalog.behind.items(), reverse=True)
+        left = [(attempt, own[name]) for attempt, names in behind for name in names if name in own]
+        chosen = left[:most]
+        self.log_copies_left = len(left) - len(chosen)
+        failing: set[str] = set()
+        for some in _parts(chosen):
+            await quiet(self._h)
+            found = await together(lambda item: self._catch_up(*item, failing), some, at_once=_AT_ONCE)
+            for (attempt, tier), caught in zip(some, found, strict=True):
+                self.log_copies += caught.records
+                if caught.late:
+                    await self._take_back(attempt, tier)
+
+    async def _catch_up(self, attempt: Attempt, tier: Tier, failing: set[str]) -> CaughtUp:
+        """One replica's, unless its tier has failed already: that is said once, and the next collection tries again."""
+        if tier.name in failing:
+            return CaughtUp()
+        known = len(self.failed)
+        caught = await self._try(attempt, tier.name, catch_up(self._h, attempt, tier, dry_run=self._dry_run))
+        if any(f.tier == tier.name and isinstance(f.error, StorageError) for f in self.failed[known:]):
+            failing.add(tier.name)
+        return caught or CaughtUp()
+
+    async def _take_back(self, attempt: Attempt, tier: Tier) -> None:
+        """Removes what was copied beside a copy that somebody let go at that moment."""
+        records = await self._try(attempt, "", read_log(self._h.tiers.authority.storage, attempt))
+        if records and (swept := swept_in(records)) is not None:
+            await self._empty_swept({attempt: swept})
+        elif records and (job := await self._continued(attempt, tier)) is not None:
+            await self._evict([job])
 
     # ---- helpers
 

@@ -20,7 +20,7 @@ from tierstore.names import EVICTED, INDEX, MANIFEST, OBJECTS, Attempt
 from tierstore.storage.contract import FileInfo
 from tierstore.tiers.checkpoint import parse_file_name
 from tierstore.tiers.gc.audit import AuditLine, audit_home, write_audit
-from tierstore.tiers.gc.housekeeping import Housekeeping
+from tierstore.tiers.gc.housekeeping import Housekeeping, quiet
 from tierstore.tiers.gc.reports import FreedKind
 from tierstore.tiers.log import record_seq
 from tierstore.tiers.tier import Tier, ensure_tier
@@ -37,7 +37,6 @@ STEPS: tuple[Step, ...] = ("record", "manifest", "payload", "parts", "log")
 _RECEIPT = re.compile(r"receipt-\d{5,8}\.json")
 _LOCAL_BATCH = 16
 _FAR_BATCH = 1000
-_BUSY_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,8 +207,7 @@ class Remover:
     async def _take_turn(self, count: int) -> None:
         """Waits until no save is being written and the rate allows the next deletions."""
         async with self._turn:
-            while self._h.busy():  # noqa: ASYNC110 - nobody signals that a save has ended
-                await asyncio.sleep(_BUSY_POLL_S)
+            await quiet(self._h)
             wait_s = self._free_at - self._h.clock.monotonic()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timezone
 
 from tierstore.clock import Clock
 from tierstore.config_retention import GcConfig, RetentionConfig
@@ -17,9 +16,12 @@ from tierstore.tiers.leases import LeaseSeen, LeaseWatch
 from tierstore.tiers.retention import Plan, Reason, TierFacts, evaluate, tier_facts
 from tierstore.tiers.tier import Tier, Tiers
 from tierstore.tiers.together import together
+from tierstore.tiers.usage import total_nbytes
 from tierstore.tiers.view import further, staging
 
-__all__ = ["Housekeeping", "Situation", "look", "plan_of"]
+__all__ = ["Housekeeping", "Situation", "as_due", "look", "plan_of", "quiet"]
+
+_BUSY_POLL_S = 0.05
 
 
 def _nobody() -> Mapping[Attempt, Reason]:
@@ -119,6 +121,12 @@ async def look(h: Housekeeping) -> Situation:
     return Situation(catalog=catalog, leases=leases, tiers=tuple(facts), at=at, protected=protected)
 
 
+async def quiet(h: Housekeeping) -> None:
+    """Waits until no save is being written."""
+    while h.busy():  # noqa: ASYNC110 - nobody signals that a save has ended
+        await asyncio.sleep(_BUSY_POLL_S)
+
+
 def plan_of(h: Housekeeping, situation: Situation) -> Plan:
     """The plan for what was seen, as of then. Reads nothing.
 
@@ -136,6 +144,16 @@ def plan_of(h: Housekeeping, situation: Situation) -> Plan:
     )
 
 
+def as_due(situation: Situation) -> Situation:
+    """The same with every undelete window over; what protects a checkpoint protects it still."""
+    long_ago = datetime(1970, 1, 1, tzinfo=timezone.utc)
+    checkpoints = tuple(
+        replace(info, expired=replace(info.expired, not_before=long_ago)) if info.expired is not None else info
+        for info in situation.catalog.checkpoints
+    )
+    return replace(situation, catalog=replace(situation.catalog, checkpoints=checkpoints))
+
+
 async def _measured(h: Housekeeping, fact: TierFacts, catalog: Catalog) -> TierFacts:
     """What a tier says of its space; asked only where the policy goes by it, for what a tier holds costs a listing of it all."""
     if fact.name in catalog.unreachable:
@@ -147,18 +165,6 @@ async def _measured(h: Housekeeping, fact: TierFacts, catalog: Catalog) -> TierF
     try:
         free = await tier.storage.free_nbytes()
         used = sum(info.nbytes for info in await tier.storage.list()) if tier.capacity is not None else None
-        total = await asyncio.to_thread(_disk_nbytes, tier)
     except (StorageError, NotFoundError):
         return replace(fact, reachable=False)
-    return replace(fact, reachable=True, free_nbytes=free, total_nbytes=total, used_nbytes=used)
-
-
-def _disk_nbytes(tier: Tier) -> int | None:
-    """The size of a local tier's disk, in bytes."""
-    below = tier.storage.local_path("tierstore.json")
-    if below is None:
-        return None
-    try:
-        return shutil.disk_usage(below.parent).total
-    except OSError:
-        return None
+    return replace(fact, reachable=True, free_nbytes=free, total_nbytes=await total_nbytes(tier), used_nbytes=used)

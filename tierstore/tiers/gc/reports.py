@@ -56,6 +56,8 @@ class CollectReport:
         failed: What a fault kept from being done.
         leftovers: Temporaries and unfinished uploads of dead processes that were removed, by tier.
         foreign: Files that lie in folders which should be empty, and are not ours to delete: ``tier:path``.
+        log_copies: How many records were copied beside replicas that lacked them (in a dry run: would be).
+        log_copies_left: How many replicas were left for the next round, as one round does only so many.
         dry_run: Nothing was done.
     """
 
@@ -64,6 +66,8 @@ class CollectReport:
     failed: tuple[Failed, ...] = ()
     leftovers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     foreign: tuple[str, ...] = ()
+    log_copies: int = 0
+    log_copies_left: int = 0
     dry_run: bool = False
 
     @property
