@@ -29,10 +29,13 @@ def test_what_no_rule_keeps_is_hidden_then_swept_then_gone_and_the_rest_is_whole
         assert await world.steps(hidden=False) == [2]
         early = await world.collect()
         assert early.freed == ()
-        assert [a for a, _ in early.waiting] == [old]
+        assert [(a, why.split(" until ")[0]) for a, why in early.waiting] == [(old, "can be taken back")]
         replica = await open_replica(world.tiers, await world.info(old))
         assert replica.manifest.step == 1  # hidden, but it can still be read
-        world.clock.advance(DAY + 301)
+        world.clock.advance(DAY + 60)
+        over = await world.collect()
+        assert (over.freed, [(a, "clocks may differ" in why) for a, why in over.waiting]) == ((), [(old, True)])
+        world.clock.advance(241)
         report = await world.collect()
         assert {(f.tier, f.kind) for f in report.freed} == {("node", "sweep"), ("shared", "sweep"), ("far", "sweep")}
         assert (report.failed, report.foreign, report.exit_code) == ((), (), 0)

@@ -105,7 +105,7 @@ async def _collect(
             await work.sweep([entry for entry in entries if entry.action == "sweep"])
         await work.drop(entries)
         await work.condemn_orphans()
-        work.waiting += [(e.attempt, _why_waiting(e)) for e in entries if e.action in ("expired", "revive")]
+        work.waiting += [(e.attempt, _why_waiting(e, h)) for e in entries if e.action in ("expired", "revive")]
     leftovers = {} if dry_run else await work.leftovers()
     await work.copy_logs(most_logs)
     return CollectReport(
@@ -120,10 +120,14 @@ async def _collect(
     )
 
 
-def _why_waiting(entry: PlanEntry) -> str:
+def _why_waiting(entry: PlanEntry, h: Housekeeping) -> str:
     if entry.action == "revive":
         return "expired, but the policy keeps it now: `tierstore prune` brings it back"
-    until = f"can be taken back until {entry.not_before:%Y-%m-%d %H:%M:%SZ}" if entry.not_before is not None else "expired"
+    until, end = "expired", entry.not_before
+    if end is not None and (over_s := (h.clock.now() - end).total_seconds()) < h.gc.max_clock_skew_s:
+        until = f"can be taken back until {end:%Y-%m-%d %H:%M:%SZ}" + (
+            "" if over_s < 0 else ", and while clocks may differ (max_clock_skew)"
+        )
     kept = [reason.text for reason in entry.reasons if reason.kind not in ("no-rule", "superseded")]
     return "; ".join([until, *kept])
 
