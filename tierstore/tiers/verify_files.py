@@ -130,19 +130,27 @@ async def verify_copy(looking: Looking, info: CheckpointInfo, tier: Tier) -> Non
 async def _recorded_facts(looking: Looking, info: CheckpointInfo, tier: Tier, facts: LogFacts) -> Mapping[str, Any]:
     """File → what the tier's server said of it when the copy was recorded; the authority's own stand in the commit record.
 
-    Read anew, for a catalog does not keep it.
+    Read anew, for a catalog does not keep it; from a copy where the log's own record is lost or damaged, which is another finding.
     """
     tiers = looking.work.tiers
     record = facts.replicated.get(tier.name) or (facts.fate if tiers.is_authority(tier) else None)
     if record is None:
         return {}
-    source = tier if info.authority_lost else tiers.authority
-    try:
-        found = (await read_record(source.storage, info.attempt, record.seq)).data.get("files")
-    except NotFoundError as error:  # deleted meanwhile; or the copies of a lost log end before it
-        log.debug("tier=%s checkpoint=%s %s", tier.name, info.attempt.folder, error.message)
-        return {}
-    return found if isinstance(found, Mapping) else {}
+    trouble: StorageError | None = None
+    for source in (tiers.authority, *(other for other in tiers if not tiers.is_authority(other))):
+        try:
+            read = await read_record(source.storage, info.attempt, record.seq)
+        except StorageError as error:
+            trouble = trouble or error
+        except (NotFoundError, IntegrityError) as error:
+            log.debug("tier=%s checkpoint=%s %s", source.name, info.attempt.folder, error.message)
+        else:
+            if read.nonce == record.nonce:
+                found = read.data.get("files")
+                return found if isinstance(found, Mapping) else {}
+    if trouble is not None:
+        looking.note("V111", "", f"what its server said of its files can't be read: {trouble.message}")
+    return {}
 
 
 async def _manifest(looking: Looking, info: CheckpointInfo, tier: Tier, there: Mapping[str, FileInfo], *, share: bool) -> Manifest | None:
