@@ -16,7 +16,6 @@ from tierstore.tiers.gc.evict import evict
 from tierstore.tiers.gc.housekeeping import Housekeeping, look, plan_of
 from tierstore.tiers.gc.prune import prune
 from tierstore.tiers.gc.reports import Freed, PruneReport
-from tierstore.tiers.leases import LeaseWatch
 from tierstore.tiers.record_cache import RecordCache
 from tierstore.tiers.retention import Plan, Reason, Word, explain
 from tierstore.tiers.session import Session
@@ -50,7 +49,7 @@ class Retention:
         self._cache = cache
         self._protected = protected
         self._busy = busy
-        self._leases = LeaseWatch(session.clock)  # kept: it believes only what it has seen for a while
+        self._leases = session.new_watch()  # kept: it believes only what it has seen for a while
 
     # ---- decisions
 

@@ -17,6 +17,7 @@ from cli_kit import Shell, make_store, save_again, shell_on
 
 from tierstore.config import load_config
 from tierstore.tiers.catalog import scan
+from tierstore.tiers.leases import hold_lease
 from tierstore.tiers.session import Session
 
 
@@ -236,6 +237,32 @@ def test_a_lease_holds_gc_up_and_names_its_holder(shell: Shell) -> None:
     assert re.search(r"waits +llama@11500: .*read by \S+:\d+", re.sub(r"\s+", " ", result.stdout)), result.stdout
     assert 11500 in shell.steps_on("object")
     assert 10500 not in shell.steps_on("object")
+
+
+def _killed_reader(shell: Shell, step: int) -> None:
+    """Leaves a lease that nobody keeps or releases."""
+    with Session.open(load_config(shell.config), clock=shell.clock, create=False) as session:
+        info = session.run(scan(session.tiers, "llama")).find(step)
+        assert info is not None
+        session.run(hold_lease(session.tiers, info.attempt, ttl_s=600, clock=shell.clock).beat())
+
+
+def test_crons_gc_lets_go_what_a_killed_reader_held(shell: Shell) -> None:
+    """Each command is a process of its own: together they have watched the lease for its TTL. One that changes nothing removes nothing."""
+    assert shell("prune", "-y").exit_code == 0
+    _killed_reader(shell, 11500)
+    assert "waits" in shell("gc", "--now", "-y").stdout
+    shell.clock.advance(599)
+    assert shell("gc", "--now", "-y").exit_code == 0
+    assert 11500 in shell.steps_on("object")
+    shell.clock.advance(1)
+    before = shell.files()
+    assert shell("plan").exit_code == 0
+    assert "would go: 1 checkpoint" in shell("gc", "--now", "-n").stdout
+    assert _but_the_lock(shell.files()) == _but_the_lock(before)
+    assert shell("gc", "--now", "-y").exit_code == 0
+    assert 11500 not in shell.steps_on("object")
+    assert not [name for name in shell.files() if ".leases/" in name]
 
 
 def test_a_brake_speaks_before_anybody_is_asked(shell: Shell) -> None:

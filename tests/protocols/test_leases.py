@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import re
+import stat
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,6 +25,7 @@ from tierstore.errors import AccessError, IntegrityError, NotFoundError, Tempora
 from tierstore.names import Attempt
 from tierstore.storage.contract import Storage
 from tierstore.tiers.catalog import CheckpointInfo, scan
+from tierstore.tiers.lease_store import LeaseStore, Sighting, boot_name
 from tierstore.tiers.leased import Leases
 from tierstore.tiers.leases import Lease, LeaseWatch, hold_lease, lease_path, lease_root
 from tierstore.tiers.log import append
@@ -180,6 +186,8 @@ def test_a_dead_holder_is_waited_for_one_ttl_of_watching_and_then_removed(tmp_pa
     assert attempt in asyncio.run(watch.living(tiers, RUN))
     clock.advance(1)
     assert asyncio.run(watch.living(tiers, RUN)) == {}
+    assert (tmp_path / "shared" / lease_root(RUN)).exists(), "looking changes nothing"
+    asyncio.run(watch.remove_dead(tiers, RUN))
     assert not (tmp_path / "shared" / lease_root(RUN)).exists()
 
 
@@ -214,6 +222,134 @@ def test_an_observer_that_comes_late_begins_to_count_when_it_comes() -> None:
     virtually(work)
 
 
+def test_the_time_that_looking_takes_proves_nothing() -> None:
+    """A lease that was read early in a look that took long has beaten since then, for all that anybody knows."""
+
+    async def work(world: World) -> None:
+        storage, watch = world.tiers.authority.storage, LeaseWatch(world.clock)
+        for number in (0, 1):
+            await storage.put(lease_path(world.attempt, str(number) * 32), b"whatever it is")
+        assert len((await watch.living(world.tiers, RUN))[world.attempt]) == 2
+
+        async def slow(operation: str, path: str) -> None:
+            if operation == "read" and path.endswith("1.json"):
+                await asyncio.sleep(600)
+
+        world.hook = slow
+        assert len((await watch.living(world.tiers, RUN))[world.attempt]) == 2
+        world.hook = None
+        assert await watch.living(world.tiers, RUN) == {}
+
+    virtually(work)
+
+
+# ---- observing with short commands
+
+
+def test_short_commands_together_watch_as_one_long_process(tmp_path: Path) -> None:
+    """Cron's gc: each is a new observer, and goes on where the machine's earlier ones stopped. The TTL counts from the first."""
+
+    async def work(world: World) -> None:
+        def look(boot: str = "boot") -> Any:
+            return LeaseWatch(world.clock, LeaseStore(tmp_path / "cache", "kit", boot=boot)).living(world.tiers, RUN)
+
+        storage, path = world.tiers.authority.storage, lease_path(world.attempt, "0" * 32)
+        await asyncio.sleep(1000)
+        await storage.put(path, b"beat 1")
+        assert world.attempt in await look()
+        await asyncio.sleep(599)
+        assert world.attempt in await look()
+        await asyncio.sleep(1)
+        assert await look() == {}
+        assert await look() == {}
+        assert await world.leases() == [path], "looking changes nothing"
+        await storage.put(path, b"beat 2")
+        assert world.attempt in await look(), "another beat"
+        await asyncio.sleep(600)
+        assert world.attempt in await look("another boot")
+        assert world.attempt in await look(), "and the other boot's sighting has taken its place"
+        await asyncio.sleep(600)
+        assert await look() == {}
+        await storage.delete([path])
+        assert await look() == {}
+        assert list((tmp_path / "cache").iterdir()) == [], "nothing is kept of what is gone"
+
+    virtually(work)
+
+
+SEEN = {"run/.leases/a/b.json": Sighting(digest="sha256:0", since=100.5)}
+
+
+def kept_in(folder: Path, store: str = "kit", boot: str = "boot") -> LeaseStore:
+    return LeaseStore(folder, store, boot=boot)
+
+
+def test_a_sighting_counts_in_its_boot_its_store_and_its_run_and_not_before_it_was_made(tmp_path: Path) -> None:
+    kept_in(tmp_path).save(RUN, SEEN)
+    assert kept_in(tmp_path).load(RUN, 100.5) == SEEN
+    assert kept_in(tmp_path).load(RUN, 100.4) == {}, "from the future"
+    assert kept_in(tmp_path).load("other", 200) == {}
+    assert kept_in(tmp_path, "other").load(RUN, 200) == {}
+    assert kept_in(tmp_path, boot="later").load(RUN, 200) == {}
+    assert stat.S_IMODE(next(tmp_path.iterdir()).stat().st_mode) == 0o600
+
+
+def test_without_a_boot_s_name_nothing_is_kept(tmp_path: Path) -> None:
+    kept_in(tmp_path, boot="").save(RUN, SEEN)
+    assert list(tmp_path.iterdir()) == []
+    assert kept_in(tmp_path, boot="").load(RUN, 200) == {}
+
+
+@pytest.mark.parametrize("spoil", ["since", "cut", "empty", "folder"])
+def test_a_spoiled_file_of_sightings_is_passed_over_and_made_anew(tmp_path: Path, spoil: str) -> None:
+    kept_in(tmp_path).save(RUN, SEEN)
+    (file,) = tmp_path.iterdir()
+    data = file.read_bytes()
+    if spoil == "folder":
+        file.unlink()
+        file.mkdir()
+    else:
+        file.write_bytes({"since": data.replace(b"100.5", b"000.5"), "cut": data[:-9], "empty": b""}[spoil])
+    assert kept_in(tmp_path).load(RUN, 200) == {}
+    kept_in(tmp_path).save(RUN, SEEN)
+    assert list(tmp_path.iterdir()) == [file], "no temporary is left"
+    assert kept_in(tmp_path).load(RUN, 200) == ({} if spoil == "folder" else SEEN)
+
+
+@pytest.mark.parametrize("folder", ["/proc/no-home", "file/below"])
+def test_without_a_place_to_keep_them_each_command_begins_anew(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "file").write_text("no folder")
+    kept_in(tmp_path / folder).save(RUN, SEEN)
+    assert kept_in(tmp_path / folder).load(RUN, 200) == {}
+
+
+def test_all_processes_of_a_boot_read_one_clock_and_one_name() -> None:
+    script = "import time; from tierstore.tiers.lease_store import boot_name; print(time.monotonic()); print(boot_name())"
+    before = time.monotonic()
+    seconds, name = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.splitlines()
+    assert before <= float(seconds) <= time.monotonic()
+    assert name == boot_name()
+    assert re.match(r"[0-9a-f-]{36}( |$)", name)
+
+
+def test_processes_that_keep_sightings_at_once_never_leave_half_of_one(tmp_path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+from tierstore.tiers.lease_store import LeaseStore, Sighting
+store = LeaseStore(Path(sys.argv[1]), "kit", boot="boot")
+for number in range(100):
+    store.save("run", {f"lease-{sys.argv[2]}": Sighting(digest="sha256:0", since=float(number))})
+    assert len(store.load("run", 1000.0)) == 1
+"""
+    children = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path), number]) for number in "12"]
+    assert [child.wait() for child in children] == [0, 0]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+# ---- observing what is odd
+
+
 def test_a_lease_that_can_not_be_read_holds_for_the_default_ttl_and_foreign_names_hold_nothing() -> None:
     async def work(world: World) -> None:
         storage, watch = world.tiers.authority.storage, LeaseWatch(world.clock)
@@ -226,6 +362,7 @@ def test_a_lease_that_can_not_be_read_holds_for_the_default_ttl_and_foreign_name
         assert (seen.kind, seen.ttl_s) == ("unreadable", 600.0)
         await asyncio.sleep(600)
         assert await watch.living(world.tiers, RUN) == {}
+        await watch.remove_dead(world.tiers, RUN)
         assert sorted(await world.leases()) == sorted(foreign)
 
     virtually(work)
@@ -258,7 +395,8 @@ def test_a_holder_that_can_not_beat_ends_before_any_observer_calls_it_dead(caplo
             assert [r.levelname for r in caplog.records] == ["WARNING"]
             assert "step=1 the reader's lease ended: TemporaryError: the endpoint is down" in caplog.text
             world.hook = None
-            assert await watch.living(world.tiers, RUN) == {}, "removed"
+            assert await watch.living(world.tiers, RUN) == {}
+            await watch.remove_dead(world.tiers, RUN)
             await asyncio.sleep(TTL_S / 4)
             assert lease.alive, "taken anew, and the log was looked at again"
             assert world.attempt in await watch.living(world.tiers, RUN)

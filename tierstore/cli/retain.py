@@ -26,7 +26,6 @@ from tierstore.tiers.gc.brakes import check_fraction, check_ground
 from tierstore.tiers.gc.housekeeping import Housekeeping, Situation, look, plan_of
 from tierstore.tiers.gc.prune import PruneReport
 from tierstore.tiers.gc.prune import prune as carry_out
-from tierstore.tiers.leases import LeaseWatch
 from tierstore.tiers.promote import pending
 from tierstore.tiers.retention import Plan
 from tierstore.tiers.session import Session
@@ -183,7 +182,7 @@ def housekeeping(cli: Cli, session: Session, run: str, policy: RetentionConfig |
         policy=policy or session.config.retention_for(run),
         clock=cli.clock,
         cache=session.new_cache(),
-        leases=LeaseWatch(cli.clock),
+        leases=session.new_watch(),
         local=local,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import re
@@ -14,6 +15,7 @@ from tierstore.format.digest import digest_of
 from tierstore.format.document import decode_document
 from tierstore.format.fields import Fields
 from tierstore.names import Attempt
+from tierstore.tiers.lease_store import LeaseStore, Sighting
 from tierstore.tiers.tier import Tiers
 from tierstore.tiers.together import together
 
@@ -49,30 +51,40 @@ class LeaseSeen:
     ttl_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Watched:
-    digest: str
-    since: float
-    """When this content was first seen, by the observer's monotonic clock."""
-
-
 class LeaseWatch:
-    """An observer of leases: it has to be kept, for it believes nothing but what it saw itself, by its own monotonic clock.
+    """An observer of leases: it believes nothing but what this machine saw itself, by its own monotonic clock.
 
-    Wall clocks, a file's times and what a lease says of its time count for nothing. A new observer holds every lease for alive.
+    Wall clocks, a file's times and what a lease says of its time count for nothing. A new observer holds every lease for alive, unless
+    earlier processes of this machine watched it (`kept`).
+
+    A lease is dead when two looks, at least its whole TTL apart, found the same content. Nobody need have looked in between: every
+    beat has another number and every lease another nonce, so equal content means that no beat was written between the looks, while a
+    living holder writes one every quarter of a TTL. It does not matter either which process looked, as long as both read one clock: the
+    first look counts from when its reading had ended, the second until its reading began, so that the span can only be measured too
+    short (the clock also stands still while the machine sleeps). The holder counts from before its last beat was written, and ends
+    itself at three quarters: before anybody could call it dead. That is all that `models/model_gc.py` takes for granted of a lease:
+    while its reader goes on it is listed; that a collector lists leases only after ``swept`` does not rest on how they are watched.
+
+    Args:
+        clock: Its monotonic reading must be the machine's where `kept` is given.
+        kept: What this machine's processes saw before, and where to keep what this one sees; None: only this observer's own looks.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, kept: LeaseStore | None = None) -> None:
         self._clock = clock
-        self._watched: dict[str, _Watched] = {}
+        self._kept = kept
+        self._watched: dict[str, dict[str, Sighting]] = {}
+        self._dead: dict[str, set[str]] = {}
 
     async def living(self, tiers: Tiers, run: str) -> Mapping[Attempt, tuple[LeaseSeen, ...]]:
-        """The leases of a run that are not dead, by checkpoint; removes the dead ones.
+        """The leases of a run that are not dead, by checkpoint. Changes nothing on the tiers.
 
         Raises:
             StorageError: The authority can't be asked: then nothing may be freed.
         """
+        before = await self._seen_before(run)
         storage, root = tiers.authority.storage, f"{lease_root(run)}/"
+        began = self._clock.monotonic()
         named = {info.path: ours for info in await storage.list(lease_root(run)) if (ours := _parse_path(root, info.path)) is not None}
 
         async def read(path: str) -> bytes | None:
@@ -86,24 +98,39 @@ class LeaseWatch:
         paths = sorted(named)
         read_at_once = zip(paths, await together(read, paths), strict=True)
         now = self._clock.monotonic()
-        before = {path: self._watched.pop(path) for path in list(self._watched) if path.startswith(root)}
+        watched: dict[str, Sighting] = {}
         alive: dict[Attempt, list[LeaseSeen]] = {}
-        dead: list[str] = []
+        dead: set[str] = set()
         for path, data in read_at_once:
             if data is None:
                 continue
             seen, digest = _seen(*named[path], data), digest_of(data)
             known = before.get(path)
-            watched = known if known is not None and known.digest == digest else _Watched(digest=digest, since=now)
-            self._watched[path] = watched
-            if now - watched.since >= seen.ttl_s:
+            one = watched[path] = known if known is not None and known.digest == digest else Sighting(digest=digest, since=now)
+            if began - one.since >= seen.ttl_s:
                 log.info("run=%s the lease of %s on step %d is dead: no beat for %g s", run, seen.holder, seen.attempt.step, seen.ttl_s)
-                dead.append(path)
+                dead.add(path)
             else:
                 alive.setdefault(seen.attempt, []).append(seen)
-        if dead:
-            await storage.delete(dead)
+        self._watched[run], self._dead[run] = watched, dead
+        if self._kept is not None and watched != before:
+            await asyncio.to_thread(self._kept.save, run, watched)
         return {attempt: tuple(found) for attempt, found in alive.items()}
+
+    async def remove_dead(self, tiers: Tiers, run: str) -> None:
+        """Removes the leases that the last look found dead: nobody would ever name them again.
+
+        Raises:
+            StorageError: The authority can't delete them.
+        """
+        if dead := self._dead.pop(run, None):
+            await tiers.authority.storage.delete(sorted(dead))
+
+    async def _seen_before(self, run: str) -> Mapping[str, Sighting]:
+        if run not in self._watched:
+            loaded = await asyncio.to_thread(self._kept.load, run, self._clock.monotonic()) if self._kept is not None else {}
+            self._watched.setdefault(run, loaded)
+        return self._watched[run]
 
 
 def _parse_path(root: str, path: str) -> tuple[Attempt, str] | None:

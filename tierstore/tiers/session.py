@@ -15,6 +15,8 @@ from tierstore.config_models import StoreConfig
 from tierstore.errors import ClosedError, TierStoreError
 from tierstore.storage.loop import EventLoop
 from tierstore.tiers.checkpoint import CheckpointInfo
+from tierstore.tiers.lease_store import LeaseStore
+from tierstore.tiers.lease_watch import LeaseWatch
 from tierstore.tiers.leased import Leases, lease_ttl_s
 from tierstore.tiers.opening import LostAuthority, Opener, default_opener, open_tiers
 from tierstore.tiers.record_cache import RecordCache
@@ -116,6 +118,11 @@ class Session:
         """A cache of log records that begins with what this machine has kept from earlier processes."""
         folder = cache_folder()
         return RecordCache(RecordStore(folder, self.tiers.store_id) if folder is not None else None)
+
+    def new_watch(self) -> LeaseWatch:
+        """An observer of leases that goes on where this machine's earlier processes stopped."""
+        folder = cache_folder()
+        return LeaseWatch(self.clock, LeaseStore(folder, self.tiers.store_id) if folder is not None else None)
 
     def open_replica(self, info: CheckpointInfo, *, objects: bool = False) -> Replica:
         """Opens a checkpoint under a lease, to be asked from the caller's threads; errors as `Leases.open`."""

@@ -96,6 +96,7 @@ async def _collect(
     most_logs: int | None = None,
 ) -> CollectReport:
     work = _Collecting(h, situation, wait_s=wait_s, dry_run=dry_run)
+    await work.remove_dead_leases()
     await work.finish_swept()
     await work.finish_condemned()
     await work.finish_evictions()
@@ -152,6 +153,15 @@ class _Collecting:
         self._nodes = {tier.name for tier in staging(h.tiers)}
 
     # ---- what was decided before
+
+    async def remove_dead_leases(self) -> None:
+        """Removes the leases of dead readers; one that can't be removed holds nothing up."""
+        if self._dry_run or not self._h.shared:
+            return
+        try:
+            await self._h.leases.remove_dead(self._h.tiers, self._h.run)
+        except TierStoreError as error:
+            self.failed.append(Failed(attempt=None, tier=self._h.tiers.authority.name, error=error))
 
     async def finish_swept(self) -> None:
         """Removes what is left of checkpoints that were swept: an interrupted sweep's rest, what a late writer put there, old records."""
