@@ -440,6 +440,27 @@ def test_one_that_wakes_up_in_time_never_holds_under_a_name_that_was_given_up() 
     virtually(work)
 
 
+def test_a_beat_that_was_long_on_its_way_does_not_hold_on_under_the_old_name() -> None:
+    """It may have come after an observer called the lease dead: the log has to be looked at again."""
+
+    async def work(world: World) -> None:
+        async with world.lease() as lease:
+            before = await world.leases()
+            slow = [TTL_S * 0.6]
+
+            async def hook(operation: str, path: str) -> None:
+                if operation == "put":
+                    await asyncio.sleep(slow.pop() if slow else 0)
+
+            world.hook = hook
+            await asyncio.sleep(TTL_S * 0.9)
+            assert lease.alive
+            assert len(await world.leases()) == 1
+            assert await world.leases() != before
+
+    virtually(work)
+
+
 def test_read_only_credentials_are_warned_of_once_and_reading_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     async def work(world: World) -> None:
         world.hook = failing(lambda: AccessError("not allowed"), "put")

@@ -191,10 +191,13 @@ class Lease:
         Raises:
             TierStoreError: It can't be written, or the log can't be read.
         """
+        since = self._beaten_at
         if not self._confirmed or self._lapsed:
             await self._take()
-        else:
-            await self._write()
+            return
+        await self._write()
+        if self._clock.monotonic() - since >= 0.75 * self._ttl_s:  # on its way for so long that it may have come too late
+            await self._take()
 
     @property
     def _lapsed(self) -> bool:
