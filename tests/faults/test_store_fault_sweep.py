@@ -117,7 +117,9 @@ def save_and_check(root: Path, plan: ArmedPlan, patch: pytest.MonkeyPatch) -> No
     assert count == (3 if resumed.step == 2 else 2), what
     # V112: only some of a checkpoint's files, and no receipt that counts them. V115: a bad read of a good file, which `repair` proves.
     leftovers = {(f.code, f.tier) for f in found.findings if f.code != "V115"}
-    assert leftovers <= ({("V112", "node")} if passed_over else set()), what
+    # V107: it hung before it was staged, and nobody can finish it: a note, until it is an orphan.
+    expected = ({("V112", "node")} if passed_over else set()) | ({("V107", "shared")} if resumed.step == 1 else set())
+    assert leftovers <= expected, what
     assert count * len(NAMES) - found.checkpoints in ((0, 1) if passed_over else (0,)), what
 
 
