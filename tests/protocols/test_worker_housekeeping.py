@@ -136,7 +136,7 @@ def running(
 
 
 def eventually(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, f"never: {what}"
         time.sleep(0.01)
@@ -154,9 +154,10 @@ def test_after_ten_saves_each_tier_holds_what_its_rules_keep(tmp_path: Path) -> 
         eventually(lambda: run.steps_on("memory") == [10], "the node's tier keeps the last one")
         eventually(lambda: run.steps_on("object") == [10], "the bucket keeps the last one")
         assert [c.attempt.step for c in run.session.run(scan(run.session.tiers, "r")).checkpoints] == [9, 10]
+        eventually(lambda: getattr(run.status().housekeeping, "expired", 0) == 8, "what was decided is counted")
         found = run.status().housekeeping
         assert found is not None
-        assert (found.trouble, found.expired) == ("", 8)
+        assert found.trouble == ""
         assert found.freed_nbytes > 8 * 20_000
         assert found.last_run is not None
 

@@ -22,7 +22,7 @@ from tierstore.format.record import Record
 from tierstore.names import Attempt
 from tierstore.tiers import decisions
 from tierstore.tiers.catalog import CheckpointInfo
-from tierstore.tiers.gc.brakes import check_fraction, check_ground
+from tierstore.tiers.gc.brakes import check_ground, check_share
 from tierstore.tiers.gc.housekeeping import Housekeeping, Situation, look, plan_of
 from tierstore.tiers.gc.prune import PruneReport
 from tierstore.tiers.gc.prune import prune as carry_out
@@ -242,7 +242,8 @@ def _tell_brakes(cli: Cli, session: Session, h: Housekeeping, situation: Situati
     """Whether `prune` would refuse to carry the plan out, and why."""
     try:
         session.run(check_ground(h, situation))
-        check_fraction(h, situation.catalog, found, (e.attempt for e in found.entries if e.action == "expire"), None)
+        doomed = [e.attempt for e in found.entries if e.action == "expire"]
+        session.run(check_share(h, situation.catalog, found, doomed, None))
     except RefusedError as error:
         cli.terminal.emit({"type": "brake", "run": h.run, "message": error.message, "hint": error.hint})
         cli.terminal.show(wrapped(Text.assemble(("refused: ", "bold red"), f"`tierstore prune` would not do it: {error.message}")))

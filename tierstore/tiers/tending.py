@@ -21,6 +21,7 @@ from tierstore.tiers.gc.housekeeping import Housekeeping
 from tierstore.tiers.gc.reports import Tended
 from tierstore.tiers.locks import RunLock
 from tierstore.tiers.together import happens, only_ours_to_cancel
+from tierstore.tiers.view import staging
 
 __all__ = ["HousekeepingStatus", "Tending"]
 
@@ -56,7 +57,7 @@ class Tending:
     Attributes:
         housekeeping: What it works with; `shared` where this process is the owner of the run. Node tiers are worked on under the lock.
         tend: One round of it.
-        lock: The run's lock on this node.
+        lock: The run's lock on this node; held while this node's tiers are worked on, and no longer.
         every_s: The longest pause between two rounds, in seconds.
     """
 
@@ -97,22 +98,30 @@ class Tending:
             await self._round()
 
     async def _round(self) -> None:
-        h = self.housekeeping
-        with self._node() as local:
-            if not (h.shared or local):
-                return
-            try:
-                tended = await only_ours_to_cancel(self.tend(replace(h, local=local)))
-            except TierStoreError as error:
-                self._ended(reason_of(error))
-            except Exception as fault:  # boundary: a fault in the program ends this round, not the worker
-                log.exception("run=%s housekeeping failed unexpectedly", h.run)
-                self._ended(f"unexpected {type(fault).__name__}: {fault}", said=True)
-            else:
-                self._count(tended)
-                self._ended(_trouble_of(tended))
-                if tended.collected.log_copies_left and not tended.collected.failed:
+        """First what all processes see, without the node's lock: commits of this node's ranks need it, and deletions may take long."""
+        h, rounds = self.housekeeping, list[Tended]()
+        try:
+            if h.shared:
+                await self._part(replace(h, local=False), rounds)
+            if staging(h.tiers):
+                with self._node() as local:
+                    if local:
+                        await self._part(replace(h, shared=False), rounds)
+        except TierStoreError as error:
+            self._ended(reason_of(error))
+        except Exception as fault:  # boundary: a fault in the program ends this round, not the worker
+            log.exception("run=%s housekeeping failed unexpectedly", h.run)
+            self._ended(f"unexpected {type(fault).__name__}: {fault}", said=True)
+        else:
+            if rounds:
+                self._ended("; ".join(text for text in map(_trouble_of, rounds) if text))
+                if any(t.collected.log_copies_left and not t.collected.failed for t in rounds):
                     self._due.set()
+
+    async def _part(self, h: Housekeeping, rounds: list[Tended]) -> None:
+        tended = await only_ours_to_cancel(self.tend(h))
+        rounds.append(tended)
+        self._count(tended, waiting=len({attempt for one in rounds for attempt, _ in one.collected.waiting}))
 
     @contextmanager
     def _node(self) -> Iterator[bool]:
@@ -128,7 +137,7 @@ class Tending:
         finally:
             self.lock.release()
 
-    def _count(self, tended: Tended) -> None:
+    def _count(self, tended: Tended, *, waiting: int) -> None:
         expired = len(tended.pruned.expired) if tended.pruned is not None else 0
         collected = tended.collected
         self.status = replace(
@@ -136,7 +145,7 @@ class Tending:
             expired=self.status.expired + expired,
             freed_files=self.status.freed_files + collected.files,
             freed_nbytes=self.status.freed_nbytes + collected.nbytes,
-            waiting=len(collected.waiting),
+            waiting=waiting,
         )
         if expired or collected.files:
             log.info(

@@ -132,7 +132,7 @@ class World:
 
     def audit(self, tier: str = "shared") -> str:
         folder = self.folder / tier / "run" / ".audit"
-        return "".join(path.read_text() for path in sorted(folder.iterdir())) if folder.is_dir() else ""
+        return "".join(path.read_text() for path in sorted(folder.glob("*.jsonl"))) if folder.is_dir() else ""
 
 
 def swept_log(attempt: Attempt, seq: int) -> dict[str, list[str]]:

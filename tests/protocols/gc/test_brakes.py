@@ -123,6 +123,40 @@ def test_a_plan_that_deletes_too_much_is_refused_and_two_are_never_too_many(tmp_
     run(work())
 
 
+def test_a_run_that_is_used_to_its_rules_catches_up_by_itself(tmp_path: Path) -> None:
+    """Quick saves, or a worker that was away: the share that is due only grows, and the disk would fill until a person comes."""
+
+    async def work() -> None:
+        world = World(tmp_path, policy=policy_of({"last": 1}, gc={"max_delete_fraction": 0.5}))
+        await world.save(1, copy=False)
+        assert (await tend(world.h())).refused == ""
+        await world.save(*range(2, 11), copy=False)
+        world.clock.advance(2 * HOUR)
+        narrower = policy_of({"every": {"steps": 10}}, gc={"max_delete_fraction": 0.5})
+        assert "deletes 9 of 10" in (await tend(world.h(policy=narrower))).refused, "other rules are still to be looked at"
+        round_ = await tend(world.h())
+        assert (round_.refused, len(round_.pruned.expired) if round_.pruned else 0) == ("", 9)
+
+    run(work())
+
+
+def test_rules_that_only_wait_for_the_least_age_are_not_got_used_to(tmp_path: Path) -> None:
+    async def work() -> None:
+        world = World(tmp_path, policy=policy_of({"last": 9}))
+        await world.save(1, 2, 3, 4, 5, copy=False)
+        narrow = policy_of({"last": 1}, gc={"max_delete_fraction": 0.5})
+        early = await tend(world.h(policy=narrow))
+        assert (early.refused, early.pruned.expired if early.pruned else None) == ("", ())
+        world.clock.advance(2 * HOUR)
+        assert "deletes 4 of 5" in (await tend(world.h(policy=narrow))).refused
+        assert len((await prune(world.h(policy=narrow), max_delete_fraction=1.0)).expired) == 4
+        await world.save(6, 7, 8, 9, copy=False)
+        world.clock.advance(2 * HOUR)
+        assert (await tend(world.h(policy=narrow))).refused == "", "a person has said that these rules are meant"
+
+    run(work())
+
+
 def test_superseded_attempts_do_not_count_as_deletions(tmp_path: Path) -> None:
     async def work() -> None:
         world = World(tmp_path, policy=policy_of({"last": 9}, gc={"max_delete_fraction": 0.1}))

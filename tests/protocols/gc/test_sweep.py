@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 from gc_kit import DAY, HOUR, World, condemned_log, policy_of, run, swept_log
-from tiers_kit import Hooked, persist_rank
+from tiers_kit import Hooked, LeapingClock, persist_rank
 
 from tierstore.clock import utc_text
 from tierstore.errors import NotFoundError, TemporaryError, TierStoreError
 from tierstore.names import MANIFEST, Attempt
 from tierstore.storage.contract import Storage
 from tierstore.tiers.decisions import hold, pin, set_metrics
-from tierstore.tiers.gc import housekeeping
+from tierstore.tiers.gc import housekeeping, sweep
 from tierstore.tiers.gc.collect import collect
 from tierstore.tiers.gc.sweep import decide_sweep
-from tierstore.tiers.leases import LeaseWatch, hold_lease
+from tierstore.tiers.leases import Lease, LeaseWatch, hold_lease
 from tierstore.tiers.log import append, read_log
 from tierstore.tiers.replica import open_replica
 from tierstore.tiers.retention import Reason
@@ -59,6 +59,56 @@ def test_a_reader_that_came_before_is_waited_for_and_one_that_comes_after_is_tol
         await lease.__aexit__(None, None, None)
         await world.collect()
         assert world.left(old) == swept_log(old, await last_seq(world, old))
+
+    run(work())
+
+
+class _Patient(LeaseWatch):
+    """An observer in whose fifth look the reader has ended."""
+
+    def __init__(self, world: World, reader: Lease) -> None:
+        super().__init__(world.clock)
+        self.reader, self.looks = reader, 0
+
+    async def living(self, tiers: Tiers, run: str) -> Any:
+        self.looks += 1
+        if self.looks == 5:
+            await self.reader.release()
+        return await super().living(tiers, run)
+
+
+def test_what_is_due_and_only_read_is_waited_for_too_after_all_else_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader of what has expired keeps it from being swept: without waiting for it nothing would ever come of waiting."""
+    monkeypatch.setattr(sweep, "_POLL_S", 0)
+
+    async def work() -> None:
+        world = World(tmp_path)
+        read, other, _ = await world.save(1, 2, 3)
+        await world.expire()
+        async with hold_lease(world.tiers, read, ttl_s=600, clock=world.clock) as lease:
+            seen = await world.collect(dry_run=True)
+            assert (seen.held, {f.attempt for f in seen.freed}) == ({read}, {other})
+            watch = _Patient(world, lease)
+            report = await collect(world.h(leases=watch), wait_s=float("inf"))
+        assert [f.attempt for f in report.freed] == [other, other, read, read]
+        assert (report.waiting, report.failed, report.held) == ((), (), frozenset())
+        assert watch.looks == 7, "the plan's, after swept, three times waiting; then again the plan's and after swept"
+
+    run(work())
+
+
+def test_a_reader_that_goes_on_is_waited_for_no_longer_than_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "_POLL_S", 0)
+
+    async def work() -> None:
+        world = World(tmp_path)
+        read, _ = await world.save(1, 2)
+        await world.expire()
+        async with hold_lease(world.tiers, read, ttl_s=600, clock=world.clock):
+            clock = LeapingClock()
+            clock.wall = world.clock.wall
+            report = await collect(world.h(clock=clock, leases=LeaseWatch(world.clock)), wait_s=100)
+        assert (report.freed, report.held) == ((), {read})
 
     run(work())
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
-from tierstore.errors import RefusedError
+from tierstore.errors import RefusedError, StorageError
 from tierstore.names import Attempt
 from tierstore.tiers.catalog import Catalog
 from tierstore.tiers.gc.audit import known_before
+from tierstore.tiers.gc.familiar import at_last, is_familiar, make_familiar
 from tierstore.tiers.gc.housekeeping import Housekeeping, Situation
 from tierstore.tiers.retention import Plan
 from tierstore.units import format_some
 
-__all__ = ["NEVER_REFUSED", "check_fraction", "check_ground", "check_policy", "newest_of"]
+__all__ = ["NEVER_REFUSED", "check_ground", "check_policy", "check_share", "get_used_to", "newest_of"]
+
+log = logging.getLogger(__name__)
 
 NEVER_REFUSED = 2
 """So many deletions are never too many at once: of two checkpoints one is half."""
@@ -65,28 +69,54 @@ def check_policy(h: Housekeeping) -> None:
         raise _refused(h, "its retention policy has no rule, and would delete everything", "say what is kept, e.g. `keep: [{last: 5}]`")
 
 
-def check_fraction(h: Housekeeping, catalog: Catalog, plan: Plan, doomed: Iterable[Attempt], most: float | None) -> None:
-    """Refuses to decide that more than a share of the live checkpoints goes at once.
+async def check_share(h: Housekeeping, catalog: Catalog, plan: Plan, doomed: Iterable[Attempt], most: float | None) -> None:
+    """Refuses to decide that more than a share of the live checkpoints goes at once, by a policy that this run is not used to.
 
     Args:
         h: Whose policy says the share, where `most` is None.
         catalog: What there is.
         plan: For the message.
         doomed: What would be decided to go.
-        most: The share, above 0 and up to 1.
+        most: The share, above 0 and up to 1, by a person's word: it holds for a policy that the run is used to, too.
 
     Raises:
         RefusedError: It is more, and more than `NEVER_REFUSED`.
+        StorageError: The authority can't be listed.
     """
-    live = {i.attempt for i in catalog.checkpoints if not (i.hidden or i.superseded or i.damaged)}
+    live = _live(catalog)
     going = live & set(doomed)
     share = h.gc.max_delete_fraction if most is None else most
-    if len(going) > NEVER_REFUSED and len(going) > share * len(live):
-        raise _refused(
-            h,
-            f"plan {plan.id} deletes {len(going)} of {len(live)} checkpoints, and at most {share:.0%} may go at once",
-            "read `tierstore plan`; if it is meant, `tierstore prune --max-delete-fraction 90%`",
-        )
+    if _is_within(len(going), len(live), share) or (most is None and await is_familiar(h)):
+        return
+    raise _refused(
+        h,
+        f"plan {plan.id} deletes {len(going)} of {len(live)} checkpoints, and at most {share:.0%} may go at once "
+        "by rules that have decided nothing here yet",
+        f"read `tierstore plan`; if it is meant, `tierstore prune --max-delete-fraction {-(-100 * len(going) // len(live))}%`",
+    )
+
+
+async def get_used_to(h: Housekeeping, catalog: Catalog, plan: Plan, *, meant: bool) -> None:
+    """Remembers the policy's rules where their plan is no surprise: not even in the end would more than the share go, or it was `meant`.
+
+    What can't be written down now is at the next plan.
+    """
+    live = _live(catalog)
+    in_the_end = live & {entry.attempt for entry in at_last(plan)}
+    if meant or _is_within(len(in_the_end), len(live), h.gc.max_delete_fraction):
+        try:
+            await make_familiar(h)
+        except StorageError as error:
+            log.debug("run=%s the policy's rules can't be remembered: %s", h.run, error.message)
+
+
+def _is_within(going: int, live: int, share: float) -> bool:
+    """Whether so many deletions at once are none too many."""
+    return going <= NEVER_REFUSED or going <= share * live
+
+
+def _live(catalog: Catalog) -> set[Attempt]:
+    return {i.attempt for i in catalog.checkpoints if not (i.hidden or i.superseded or i.damaged)}
 
 
 def newest_of(catalog: Catalog) -> frozenset[Attempt]:

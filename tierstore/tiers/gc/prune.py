@@ -11,7 +11,7 @@ from tierstore.crashpoints import reach
 from tierstore.errors import ConflictError, NotFoundError, RefusedError, UsageError
 from tierstore.names import Attempt
 from tierstore.tiers.checkpoint import CheckpointInfo
-from tierstore.tiers.gc.brakes import check_fraction, check_ground, check_policy
+from tierstore.tiers.gc.brakes import check_ground, check_policy, check_share, get_used_to
 from tierstore.tiers.gc.housekeeping import Housekeeping, Situation, look, plan_of
 from tierstore.tiers.gc.reports import PruneReport
 from tierstore.tiers.log import append
@@ -57,12 +57,13 @@ async def carry_out(
     fresh = await asyncio.to_thread(plan_of, h, situation)
     chosen, passed_over = _agreed(fresh, agreed)
     expiring = [entry for entry in chosen if entry.action == "expire"]
-    check_fraction(h, situation.catalog, fresh, (entry.attempt for entry in expiring), max_delete_fraction)
+    await check_share(h, situation.catalog, fresh, (entry.attempt for entry in expiring), max_delete_fraction)
     plan_id = fresh.id if agreed is None else agreed.id
     infos = {info.attempt: info for info in situation.catalog.checkpoints}
     if dry_run:
         whys = [""] * len(chosen)
     else:
+        await get_used_to(h, situation.catalog, fresh, meant=max_delete_fraction is not None)
         whys = await together(lambda entry: _decide(h, infos[entry.attempt], entry, plan_id), chosen, at_once=_AT_ONCE)
     done = [entry for entry, why in zip(chosen, whys, strict=True) if not why]
     passed_over += [(entry.attempt, why) for entry, why in zip(chosen, whys, strict=True) if why]
