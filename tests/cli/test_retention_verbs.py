@@ -252,6 +252,9 @@ def test_crons_gc_lets_go_what_a_killed_reader_held(shell: Shell) -> None:
     assert shell("prune", "-y").exit_code == 0
     _killed_reader(shell, 11500)
     assert "waits" in shell("gc", "--now", "-y").stdout
+    refused = shell("gc", "--now", "--wait")
+    assert refused.exit_code == 7, "waiting ends in freeing: that is asked about before"
+    assert "1 checkpoint when nobody reads them any more" in re.sub(r"\s+", " ", refused.stderr)
     shell.clock.advance(599)
     assert shell("gc", "--now", "-y").exit_code == 0
     assert 11500 in shell.steps_on("object")

@@ -62,10 +62,13 @@ def _gc_run(cli: Cli, session: Session, run: str, rules: RetentionConfig | None,
                 scan_run(session, run)  # a wrong run is answered with the nearest one
             if cli.options.dry_run:
                 return _tell(cli, h, would)
-            if would.freed:
+            if would.freed or (wait and would.held):
                 _show_freed(cli, would, "would go")
+                going = [_sum_text(would.freed)] if would.freed else []
+                if wait and would.held:
+                    going.append(f"{plural(len(would.held), 'checkpoint')} when nobody reads them any more")
                 window = ", giving up the window in which undelete would bring them back" if now else ""
-                confirm(cli, f"free {_sum_text(would.freed)} of run {run}{window}")
+                confirm(cli, f"free {', and '.join(going)} of run {run}{window}")
         if wait:
             cli.terminal.say(f"run {run}: if somebody reads what goes, this waits; Ctrl-C ends it, and the next gc goes on")
         report = session.run(collect(h, now=now, wait_s=float("inf") if wait else 0.0))

@@ -23,7 +23,7 @@ from tierstore.tiers.gc.housekeeping import Housekeeping, Situation, as_due, loo
 from tierstore.tiers.gc.orphans import condemn, confirm_condemned, orphan_job, why_it_stays
 from tierstore.tiers.gc.prune import carry_out
 from tierstore.tiers.gc.reports import CollectReport, Failed, Freed, Tended
-from tierstore.tiers.gc.sweep import decide_sweep, names_to_record, read_swept, readers_of, sweep_job, to_trim
+from tierstore.tiers.gc.sweep import decide_sweep, held_by_readers, names_to_record, read_swept, readers_of, sweep_job, to_trim
 from tierstore.tiers.leftovers import sweep_leftovers
 from tierstore.tiers.log import read_log, swept_in
 from tierstore.tiers.log_facts import fold
@@ -52,16 +52,26 @@ async def collect(h: Housekeeping, *, now: bool = False, wait_s: float = 0.0, dr
     Args:
         h: Who collects, and on which tiers.
         now: Do not wait until an undelete window has passed (what protects a checkpoint still does).
-        wait_s: Seconds to wait for readers of what was just swept; what is still read then is left for the next run.
+        wait_s: Seconds to wait for readers of what is due, or was just swept; what else can go goes first. What is still read then is
+            left for the next run.
         dry_run: Only say what would go.
 
     Raises:
         RefusedError: The run is not in order (`brakes.check_ground`); nothing was changed.
         StorageError: No tier can be reached, or the authority's leases or audit files can't be listed; the next run continues.
     """
+    end = h.clock.monotonic() + wait_s
     situation = await look(h)
     await check_ground(h, situation)
-    return await _collect(h, situation, now=now, wait_s=wait_s, dry_run=dry_run)
+    report = await _collect(h, situation, now=now, wait_s=wait_s, dry_run=dry_run)
+    while report.held and not dry_run and (left_s := end - h.clock.monotonic()) > 0:
+        if await readers_of(h, report.held, left_s):
+            break
+        situation = await look(h)  # that took its time: everything is asked again
+        await check_ground(h, situation)
+        later = await _collect(h, situation, now=now, wait_s=max(0.0, end - h.clock.monotonic()))
+        report = report.then(later)
+    return report
 
 
 async def tend(h: Housekeeping) -> Tended:
@@ -95,14 +105,16 @@ async def _collect(
     dry_run: bool = False,
     most_logs: int | None = None,
 ) -> CollectReport:
-    work = _Collecting(h, situation, wait_s=wait_s, dry_run=dry_run)
+    work, held = _Collecting(h, situation, wait_s=wait_s, dry_run=dry_run), frozenset[Attempt]()
     await work.remove_dead_leases()
     await work.finish_swept()
     await work.finish_condemned()
     await work.finish_evictions()
     if h.policy is not None:
-        entries = (await asyncio.to_thread(plan_of, h, as_due(situation) if now else situation)).entries
+        seen = as_due(situation) if now else situation
+        entries = (await asyncio.to_thread(plan_of, h, seen)).entries
         if h.shared:
+            held = await asyncio.to_thread(held_by_readers, h, seen) - newest_of(seen.catalog)
             await work.sweep([entry for entry in entries if entry.action == "sweep"])
         await work.drop(entries)
         await work.condemn_orphans()
@@ -113,6 +125,7 @@ async def _collect(
         freed=tuple(work.freed),
         waiting=tuple(work.waiting),
         failed=tuple(work.failed),
+        held=held,
         leftovers=leftovers,
         foreign=tuple(work.foreign),
         log_copies=work.log_copies,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tierstore.errors import PartialError, TierStoreError
@@ -54,6 +54,7 @@ class CollectReport:
         freed: What was removed, by attempt and tier.
         waiting: What is not freed yet, and why: an undelete window, a lease, an attempt that is not old enough.
         failed: What a fault kept from being done.
+        held: Of those that wait: what is due, and would go if nobody read it.
         leftovers: Temporaries and unfinished uploads of dead processes that were removed, by tier.
         foreign: Files that lie in folders which should be empty, and are not ours to delete: ``tier:path``.
         log_copies: How many records were copied beside replicas that lacked them (in a dry run: would be).
@@ -64,6 +65,7 @@ class CollectReport:
     freed: tuple[Freed, ...] = ()
     waiting: tuple[tuple[Attempt, str], ...] = ()
     failed: tuple[Failed, ...] = ()
+    held: frozenset[Attempt] = frozenset()
     leftovers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     foreign: tuple[str, ...] = ()
     log_copies: int = 0
@@ -79,6 +81,16 @@ class CollectReport:
     def files(self) -> int:
         """How many files were removed."""
         return sum(freed.files for freed in self.freed)
+
+    def then(self, later: CollectReport) -> CollectReport:
+        """Both as one: what either did, and what was left after the later one."""
+        tiers = sorted({*self.leftovers, *later.leftovers})
+        return replace(
+            later,
+            freed=(*self.freed, *later.freed),
+            leftovers={tier: (*self.leftovers.get(tier, ()), *later.leftovers.get(tier, ())) for tier in tiers},
+            log_copies=self.log_copies + later.log_copies,
+        )
 
     @property
     def exit_code(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from tierstore.crashpoints import reach
 from tierstore.errors import ConflictError
@@ -16,7 +17,7 @@ from tierstore.names import Attempt
 from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.gc.deleting import Emptying, Found, find_trim
 from tierstore.tiers.gc.evict import lasts
-from tierstore.tiers.gc.housekeeping import Housekeeping
+from tierstore.tiers.gc.housekeeping import Housekeeping, Situation, plan_of
 from tierstore.tiers.gc.standing import names_outside_grammar, read_proved_manifest
 from tierstore.tiers.leases import LeaseSeen
 from tierstore.tiers.log import append, read_log, swept_in
@@ -25,7 +26,7 @@ from tierstore.tiers.retention import Reason
 from tierstore.tiers.tier import Tier
 from tierstore.tiers.together import together
 
-__all__ = ["decide_sweep", "names_to_record", "read_swept", "readers_of", "sweep_job", "to_trim"]
+__all__ = ["decide_sweep", "held_by_readers", "names_to_record", "read_swept", "readers_of", "sweep_job", "to_trim"]
 
 _POLL_S = 1.0
 
@@ -83,8 +84,19 @@ async def read_swept(h: Housekeeping, attempt: Attempt) -> Record:
     return swept
 
 
-async def readers_of(h: Housekeeping, swept: Collection[Attempt], wait_s: float) -> Mapping[Attempt, tuple[LeaseSeen, ...]]:
-    """Who still reads what was swept, after waiting for them up to `wait_s` seconds. To be asked after ``swept`` was written.
+def held_by_readers(h: Housekeeping, situation: Situation) -> frozenset[Attempt]:
+    """What has expired and is due, and would be swept if nobody read it."""
+    if h.policy is None or not situation.leases:
+        return frozenset()
+    as_it_is, unread = (
+        {entry.attempt for entry in plan_of(h, seen).entries if entry.action == "sweep"}
+        for seen in (situation, replace(situation, leases={}))
+    )
+    return frozenset(unread - as_it_is)
+
+
+async def readers_of(h: Housekeeping, wanted: Collection[Attempt], wait_s: float) -> Mapping[Attempt, tuple[LeaseSeen, ...]]:
+    """Who still reads what is to go, after waiting for them up to `wait_s` seconds. It may go only if ``swept`` was written before this.
 
     Raises:
         StorageError: The leases can't be listed: nothing may be deleted then.
@@ -92,7 +104,7 @@ async def readers_of(h: Housekeeping, swept: Collection[Attempt], wait_s: float)
     end = h.clock.monotonic() + wait_s
     while True:
         living = await h.leases.living(h.tiers, h.run)
-        reading = {attempt: living[attempt] for attempt in swept if living.get(attempt)}
+        reading = {attempt: living[attempt] for attempt in wanted if living.get(attempt)}
         left_s = end - h.clock.monotonic()
         if not reading or left_s <= 0:
             return reading
