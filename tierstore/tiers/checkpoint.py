@@ -20,7 +20,7 @@ ReplicaState = Literal["complete", "receipt", "partial", "evicting", "quarantine
 - ``complete``: all of it, with a copy of the commit record; a source for loads and promotion.
 - ``receipt``: a node tier holds its own ranks' parts; their shards can be read, the manifest comes from elsewhere.
 - ``partial``: some files; a copy under way, or one that was given up. Not a source.
-- ``evicting``: being removed. Not a source.
+- ``evicting``: being removed. A load's very last resort.
 - ``quarantined``: found damaged while it was copied. The last resort.
 """
 

@@ -271,9 +271,7 @@ async def _repair_copy(
 ) -> None:
     """Everything of one checkpoint on one tier; the manifest after all that it names, then the log's copies, then the record."""
     attempt, context, dry_run = info.attempt, repairing.context, repairing.dry_run
-    sources = [s.tier for s in sources_of(repairing.tiers, info)]
-    going = [t for t in repairing.tiers if info.replicas.get(t.name) == "evicting"]  # every byte is proved, and it may be the last copy
-    others = [t for t in (*sources, *going) if t.name != tier.name]
+    others = [s.tier for s in sources_of(repairing.tiers, info) if s.tier.name != tier.name]
     wanted = {f.file: f for f in findings if f.file and f.code in (*_WRITTEN, *_PROVED)}
     whole, share = any(f.code == "V113" for f in findings), _is_share(info, tier)
     results: list[Mended | Unmended] = []

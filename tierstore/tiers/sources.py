@@ -23,17 +23,22 @@ class Source:
 def sources_of(tiers: Tiers, info: CheckpointInfo) -> list[Source]:
     """Nearest first: complete copies and what node tiers hold of them. Then, as every byte is proved anyway, whatever else there is.
 
-    A copy that was, or is being, dropped is none of them: its files go while they are read.
+    A copy that is being dropped comes last: its files may go while they are read, but it may be the last good one.
     """
     near: list[Source] = []
     rest: list[Source] = []
+    going: list[Source] = []
     for tier in tiers:
-        state = info.replicas.get(tier.name) if tier.name not in info.dropped else None
-        if state == "complete":
+        state = info.replicas.get(tier.name)
+        if state == "evicting":
+            going.append(Source(tier=tier, files=None, expected=False))
+        elif tier.name in info.dropped:
+            continue
+        elif state == "complete":
             near.append(Source(tier=tier, files=None, expected=True))
         elif state == "receipt":
             own = {shard_name(rank, info.world_size) for rank in info.receipts.get(tier.name, ())}
             near.append(Source(tier=tier, files=frozenset({*own, MANIFEST, INDEX, OBJECTS}), expected=False))
         elif state is not None:
             rest.append(Source(tier=tier, files=None, expected=False))
-    return [*near, *rest]
+    return [*near, *rest, *going]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from gc_kit import World, policy_of, run
+from retention_kit import load_whole
 from tiers_kit import flip, path_of
 
 from tierstore.errors import LockedError, NotFoundError, RefusedError
@@ -268,6 +269,8 @@ def test_an_eviction_that_was_interrupted_waits_where_the_copy_that_it_leaned_on
         assert [(a, "no copy stands elsewhere any more" in why) for a, why in report.waiting] == [(only, True)]
         with pytest.raises(RefusedError, match="no copy stands elsewhere any more"):
             await evict(world.h(), await world.info(only), "shared")
+        await load_whole(world.tiers, only)  # a reader takes from it too, after all others
+        assert (await open_replica(world.tiers, await world.info(only))).tiers == ("far", "shared")
         mended = await repair(world.tiers, "run", clock=world.clock)
         assert [(m.tier, m.sources) for m in mended.mended] == [("far", ("shared",))]
         assert {(f.tier, f.kind) for f in (await world.collect()).freed} == {("shared", "evict")}
