@@ -209,7 +209,7 @@ def _read(source: Any, env: Mapping[str, str]) -> _Draft:
     return draft
 
 
-def _read_file(path: str) -> Document:
+def _read_file(path: str, what: str = "configuration") -> Document:
     file = Path(path)
     try:
         with file.open("rb") as stream:
@@ -221,7 +221,9 @@ def _read_file(path: str) -> Document:
         siblings = sorted(p.name for p in file.parent.glob("*.y*ml")) if file.parent.is_dir() else []
         near = difflib.get_close_matches(file.name, siblings, n=1)
         hint = f"did you mean {file.parent / near[0]}?" if near else "check the path; it is relative to the working directory"
-        raise ConfigError(f"there is no configuration file {path}", hint=hint, file=path) from error
+        if what != "configuration":
+            hint = "`retention:` names it, by a path relative to the file that says so"
+        raise ConfigError(f"there is no {what} file {path}", hint=hint, file=path) from error
     except IsADirectoryError as error:
         hint = "name a YAML file; to use the folder as a tier pass a list: [PATH]"
         raise ConfigError(f"{path} is a folder, not a configuration file", hint=hint, file=path) from error
@@ -235,7 +237,7 @@ def _insert_retention(draft: _Draft, retention: Any, env: Mapping[str, str], fol
     """Puts a policy from its own file (relative to `folder`), from a mapping or from a model in its place."""
     document = Document(name="the retention argument", value=retention)
     if isinstance(retention, (str, os.PathLike)):
-        document = _read_file(os.path.join(folder, os.fspath(retention)))
+        document = _read_file(os.path.join(folder, os.fspath(retention)), "retention policy")
         if not document.mistakes and not isinstance(document.value, dict):
             document.complain((), "a retention policy is a mapping with at least the key 'keep'", "write e.g. keep: [{last: 5}]", 1)
     draft.documents[("retention",)] = document

@@ -555,3 +555,18 @@ def test_the_verbs_of_retention_start_without_torch(shell: Shell) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, str(shell.config)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_status_says_that_the_policy_is_not_carried_out(shell: Shell) -> None:
+    """A trainer's worker that refuses tells its own log only; who looks from a shell sees it here."""
+    assert "refused" not in shell("status").stdout
+    (shell.folder / "retention.yaml").write_text("keep: [{last: 1}]\nprotect: {min_age: 1m}\n")
+    assert "refused: `tierstore prune` would not do it" in shell("status").stdout
+
+
+def test_a_mistyped_label_does_not_read_as_done(shell: Shell) -> None:
+    assert shell("pin", "@11000", "--name", "paper").exit_code == 0
+    wrong = shell("unpin", "@11000", "--name", "papr")
+    assert (wrong.exit_code, "its pins are paper" in wrong.stderr) == (4, True)
+    assert shell("unpin", "@11000", "--name", "paper").exit_code == 0
+    assert "it was so already" in shell("unpin", "@11000", "--name", "paper").stdout

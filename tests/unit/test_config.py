@@ -583,6 +583,12 @@ def test_a_missing_file_suggests_the_one_that_is_there(tmp_path: Path) -> None:
     assert "tierstore.yaml" in caught.value.hint
 
 
+def test_a_missing_policy_file_is_told_as_one(load: Load) -> None:
+    with pytest.raises(ConfigError, match="there is no retention policy file .*nope.yaml") as caught:
+        load("tiers: [/a]\nretention: nope.yaml")
+    assert "`retention:`" in caught.value.hint
+
+
 def test_what_is_no_readable_text_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a folder"):
         load_config(tmp_path, env={})

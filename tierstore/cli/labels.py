@@ -11,7 +11,7 @@ import typer
 from tierstore.cli.find import find_checkpoints
 from tierstore.cli.options import Cli
 from tierstore.clock import utc_text
-from tierstore.errors import PartialError, TierStoreError, UsageError
+from tierstore.errors import NotFoundError, PartialError, TierStoreError, UsageError
 from tierstore.format.record import Record
 from tierstore.names import Attempt
 from tierstore.tiers import decisions
@@ -52,7 +52,11 @@ def unpin(
 ) -> int:
     """Take a pin off. Nothing is deleted now: from here on the rules decide."""
     return _on_each(
-        cli, refs, f"not pinned {name!r} any more", lambda tiers, attempt: decisions.unpin(tiers, attempt, name, clock=cli.clock)
+        cli,
+        refs,
+        f"not pinned {name!r} any more",
+        lambda tiers, attempt: decisions.unpin(tiers, attempt, name, clock=cli.clock),
+        lambda info: _has(info, "pin", [name], info.pins),
     )
 
 
@@ -65,7 +69,13 @@ def tag(cli: Cli, ref: _Ref, tags: _Tags) -> int:
 def untag(cli: Cli, ref: _Ref, tags: _Tags) -> int:
     """Take tags off a checkpoint. Nothing is deleted now: from here on the rules decide."""
     told = f"not tagged {format_some(tags, 8)} any more"
-    return _on_each(cli, [ref], told, lambda tiers, attempt: decisions.untag(tiers, attempt, tags, clock=cli.clock))
+    return _on_each(
+        cli,
+        [ref],
+        told,
+        lambda tiers, attempt: decisions.untag(tiers, attempt, tags, clock=cli.clock),
+        lambda info: _has(info, "tag", tags, info.tags),
+    )
 
 
 def hold(
@@ -95,7 +105,11 @@ def release(
 ) -> int:
     """End a hold. Nothing is deleted now: from here on the rules decide."""
     return _on_each(
-        cli, refs, f"not held {name!r} any more", lambda tiers, attempt: decisions.release(tiers, attempt, name, clock=cli.clock)
+        cli,
+        refs,
+        f"not held {name!r} any more",
+        lambda tiers, attempt: decisions.release(tiers, attempt, name, clock=cli.clock),
+        lambda info: _has(info, "hold", [name], [hold.name for hold in info.holds]),
     )
 
 
@@ -110,6 +124,22 @@ def metrics(
     return _on_each(cli, [ref], told, lambda tiers, attempt: decisions.set_metrics(tiers, attempt, found, clock=cli.clock))
 
 
+def _has(info: CheckpointInfo, kind: str, wanted: Sequence[str], there: Sequence[str]) -> None:
+    """A mistyped name must not read as done; where there is none at all, it is done indeed.
+
+    Raises:
+        NotFoundError: It has others, and not these.
+    """
+    missing = [name for name in wanted if name not in there]
+    if missing and there:
+        raise NotFoundError(
+            f"{info.run}@{info.step} has no {kind} {format_some(missing, 8)}",
+            hint=f"its {kind}s are {format_some(there, 8)}",
+            run=info.run,
+            step=info.step,
+        )
+
+
 def _metric(text: str) -> tuple[str, float]:
     name, equals, value = text.rpartition("=")
     try:
@@ -122,10 +152,18 @@ def _no_metric(text: str) -> tuple[str, float]:
     raise UsageError(f"{text!r} is no NAME=VALUE", hint="write e.g. val/loss=1.83")
 
 
-def _on_each(cli: Cli, refs: Sequence[str], told: str, act: Callable[[Tiers, Attempt], Awaitable[Record | None]]) -> int:
+def _on_each(
+    cli: Cli,
+    refs: Sequence[str],
+    told: str,
+    act: Callable[[Tiers, Attempt], Awaitable[Record | None]],
+    check: Callable[[CheckpointInfo], None] = lambda info: None,
+) -> int:
     cli.refuse_names("decisions are about all tiers")
     with cli.session() as session:
         infos = {info.attempt: info for info in find_checkpoints(session, refs)}
+        for info in infos.values():
+            check(info)
 
         async def one(attempt: Attempt) -> Record | None:
             return await act(session.tiers, attempt)

@@ -31,7 +31,7 @@ from tierstore.tiers.retention import Plan
 from tierstore.tiers.session import Session
 from tierstore.units import format_size, format_some, parse_duration, parse_percent
 
-__all__ = ["AllRuns", "PolicyFile", "housekeeping", "on_each_run", "plan", "policy_from", "prune", "undelete"]
+__all__ = ["AllRuns", "PolicyFile", "housekeeping", "on_each_run", "plan", "policy_from", "prune", "tell_brakes", "undelete"]
 
 AllRuns = Annotated[bool, typer.Option("--all-runs", help="All runs of the store, each by its own policy.")]
 PolicyFile = Annotated[str | None, typer.Option("--policy", metavar="FILE", help="Another retention policy than the configuration's.")]
@@ -56,7 +56,7 @@ def plan(
             found = plan_of(h, situation)
             _emit_plan(cli, found)
             _show_plan(cli, session, situation, found, everything=everything)
-            _tell_brakes(cli, session, h, situation, found)
+            tell_brakes(cli, session, h, situation, found)
 
         return on_each_run(cli, chosen_runs(session, all_runs=all_runs), one)
 
@@ -238,7 +238,7 @@ def _emit_plan(cli: Cli, found: Plan) -> None:
             cli.terminal.emit(value)
 
 
-def _tell_brakes(cli: Cli, session: Session, h: Housekeeping, situation: Situation, found: Plan) -> None:
+def tell_brakes(cli: Cli, session: Session, h: Housekeeping, situation: Situation, found: Plan) -> None:
     """Whether `prune` would refuse to carry the plan out, and why."""
     try:
         session.run(check_ground(h, situation))

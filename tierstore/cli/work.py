@@ -15,9 +15,11 @@ from tierstore.cli.find import the_run
 from tierstore.cli.options import Cli
 from tierstore.cli.progress import copy_bars
 from tierstore.cli.render import plain_table
+from tierstore.cli.retain import housekeeping, tell_brakes
 from tierstore.errors import PartialError
 from tierstore.tiers.catalog import runs, scan
 from tierstore.tiers.copying import CopyContext
+from tierstore.tiers.gc.housekeeping import look, plan_of
 from tierstore.tiers.promote import Copy, ReconcileReport, pending, reconcile
 from tierstore.tiers.session import Session
 from tierstore.tiers.status import Status, TierStatus, collect_status
@@ -119,6 +121,7 @@ def status(
         if not watch:
             _emit(cli, found)
             cli.terminal.show(_render(found))
+            _tell_retention(cli, session, run)
             return 0
         if cli.terminal.as_json or not cli.terminal.out.is_terminal:
             while True:
@@ -132,6 +135,14 @@ def status(
                 live.update(_render(found), refresh=True)
                 time.sleep(watch)
                 found = _look(cli, session, run)
+
+
+def _tell_retention(cli: Cli, session: Session, run: str) -> None:
+    """Whether a brake keeps the policy from being carried out: a trainer's worker tells only its own log."""
+    h = housekeeping(cli, session, run)
+    if h.policy is not None:
+        situation = session.run(look(h))
+        tell_brakes(cli, session, h, situation, plan_of(h, situation))
 
 
 def _look(cli: Cli, session: Session, run: str) -> Status:
