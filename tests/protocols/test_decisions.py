@@ -290,7 +290,7 @@ def test_a_node_s_marker_says_that_its_copy_is_not_wanted_there(tmp_path: Path) 
     run(tiers.get("node").storage.put(attempt.evicted_path, b"{}"))
     info = seen(tiers, attempt)
     assert (info.dropped, dict(info.replicas)) == ({"node"}, {"node": "evicting", "shared": "complete"})
-    assert [s.tier.name for s in sources_of(tiers, info)] == ["shared"]
+    assert [s.tier.name for s in sources_of(tiers, info)] == ["shared", "node"], "as long as there is something, after all others"
     view = run(observe(tiers, attempt))
     context = CopyContext.make(tiers, CLOCK)
     assert [t.name for t in copy_sources(context, view, tiers.get("far"), "manifest.json")] == ["shared"]
@@ -323,8 +323,8 @@ def test_a_checkpoint_dropped_from_the_authority_is_read_from_elsewhere_and_copi
     attempt = run(save(tiers, 3))
     assert run(promote(tiers, attempt, "far", clock=CLOCK)).done
     run(drop(tiers, attempt, "shared"))
-    assert [s.tier.name for s in sources_of(tiers, seen(tiers, attempt))] == ["far"]
-    path_of(tiers, "shared", attempt, "manifest.json").write_bytes(b"half gone")  # never looked at
+    assert [s.tier.name for s in sources_of(tiers, seen(tiers, attempt))] == ["far", "shared"]
+    path_of(tiers, "shared", attempt, "manifest.json").write_bytes(b"half gone")  # not looked at: far is good
     assert run(promote(tiers, attempt, "cold", clock=CLOCK)).done
     info = seen(tiers, attempt)
     assert (info.complete_on, info.quarantined) == (("far", "cold"), frozenset())
