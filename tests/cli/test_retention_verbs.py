@@ -16,6 +16,7 @@ import pytest
 from cli_kit import Shell, make_store, save_again, shell_on
 
 from tierstore.config import load_config
+from tierstore.storage.temporaries import this_process
 from tierstore.tiers.catalog import scan
 from tierstore.tiers.leases import hold_lease
 from tierstore.tiers.session import Session
@@ -86,6 +87,18 @@ def test_without_a_policy_nothing_is_planned_and_gc_decides_nothing(shell: Shell
     assert shell("gc", "-y").exit_code == 0
     assert {name for name in before if "/step-" in name} <= {*shell.files()}
     assert "nothing is ever deleted" in shell("explain", "@10500").stdout
+
+
+def test_a_dry_run_of_gc_names_the_leftovers_of_dead_processes(shell: Shell) -> None:
+    me = this_process()
+    left = shell.folder / "pfs" / ".tmp" / f"write-{me.host}-{me.boot}-{me.namespace}-{me.pid}-{me.start + 1}-0123456789abcdef"
+    left.parent.mkdir(exist_ok=True)
+    left.write_bytes(b"half a shard")
+    assert "1 temporary or unfinished uploads of dead processes would be removed on pfs" in shell("gc", "-n").stdout
+    assert shell.of_type("gc", "gc", "-n")[0]["leftovers"] == {"pfs": [left.name]}
+    assert left.exists()
+    assert "of dead processes removed on pfs" in shell("gc", "-y").stdout
+    assert not left.exists()
 
 
 # ---- asking, and not writing

@@ -43,9 +43,13 @@ class WithUploads:
         self.asked: list[float] = []
 
     def __getattr__(self, name: str) -> Any:
-        if name == "sweep_temporaries":
+        if name.endswith("_temporaries"):
             raise AttributeError(name)
         return getattr(self._inner, name)
+
+    async def stale_uploads(self, older_than_s: float) -> list[str]:
+        self.asked.append(older_than_s)
+        return ["r/step-1/shard"]
 
     async def abort_stale_uploads(self, older_than_s: float) -> list[str]:
         self.asked.append(older_than_s)
@@ -83,6 +87,17 @@ def test_unfinished_uploads_end_after_the_grace_and_a_tier_that_refuses_is_told(
         assert run(sweep_leftovers(tiers)) == {"shared": ["r/step-1/shard"]}
     assert [m.asked for m in made] == [[UPLOAD_GRACE_S], [UPLOAD_GRACE_S]]
     assert "tier=far leftovers can't be swept: may not list uploads" in caplog.text
+
+
+def test_a_dry_run_names_what_would_be_removed_and_removes_nothing(tmp_path: Path) -> None:
+    def no_end(storage: Storage) -> Storage:
+        return WithUploads(storage, AssertionError("it is ended"))
+
+    tiers = tiers_in(tmp_path, wrap={"far": no_end})
+    dead, alive = leave_temporaries(tmp_path / "shared")
+    assert run(sweep_leftovers(tiers, dry_run=True)) == {"shared": [dead.name], "far": ["r/step-1/shard"]}
+    assert dead.exists()
+    assert alive.exists()
 
 
 def test_the_stores_policy_says_how_long_an_upload_may_take(tmp_path: Path) -> None:

@@ -150,8 +150,9 @@ def _show_rest(cli: Cli, h: Housekeeping, report: CollectReport) -> None:
         cli.terminal.show(wrapped(Text.assemble(("waits  ", "yellow"), f"{attempt.run}@{attempt.step}: {why}")))
     if len(report.waiting) > _MOST:
         cli.terminal.show(Text(f"… {len(report.waiting) - _MOST:,} more wait; --json has them", style="dim"))
+    word = "would be removed" if report.dry_run else "removed"
     for tier, names in report.leftovers.items():
-        cli.terminal.show(f"{plural(len(names), 'temporary')} or unfinished uploads of dead processes removed on {tier}")
+        cli.terminal.show(f"{plural(len(names), 'temporary')} or unfinished uploads of dead processes {word} on {tier}")
     if report.foreign:
         cli.terminal.show(Text.assemble(("left alone, not ours: ", "yellow"), format_some(report.foreign, 8)))
 

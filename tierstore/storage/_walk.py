@@ -14,7 +14,7 @@ from tierstore.storage._publish import Tree
 from tierstore.storage.contract import FileInfo, Listing
 from tierstore.storage.temporaries import owner_is_dead
 
-__all__ = ["delete_files", "list_files", "list_level", "stat_file", "sweep"]
+__all__ = ["delete_files", "list_dead", "list_files", "list_level", "stat_file", "sweep"]
 
 _log = logging.getLogger(__name__)
 
@@ -139,18 +139,22 @@ def _standing(folder: str) -> str:
     return folder
 
 
-def sweep(tree: Tree) -> list[str]:
-    """Removes the temporaries of processes that provably live no more; returns their names."""
+def list_dead(tree: Tree) -> list[str]:
+    """The names of the temporaries of processes that provably live no more."""
     try:
         names = os.listdir(f"{tree.root}/{TMP}")
     except FileNotFoundError:
         return []
+    return [name for name in sorted(names) if owner_is_dead(name)]
+
+
+def sweep(tree: Tree) -> list[str]:
+    """Removes the temporaries of processes that provably live no more; returns their names."""
     removed = []
-    for name in sorted(names):
-        if owner_is_dead(name):
-            try:
-                tree.syscalls.unlink(f"{tree.root}/{TMP}/{name}")
-            except FileNotFoundError:
-                continue  # another process sweeps too
-            removed.append(name)
+    for name in list_dead(tree):
+        try:
+            tree.syscalls.unlink(f"{tree.root}/{TMP}/{name}")
+        except FileNotFoundError:
+            continue  # another process sweeps too
+        removed.append(name)
     return removed

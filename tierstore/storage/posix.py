@@ -21,7 +21,7 @@ from tierstore.storage._oserrors import free_nbytes, translate
 from tierstore.storage._publish import Tree, WritingFile, create_file
 from tierstore.storage._syscalls import OsSyscalls, Syscalls
 from tierstore.storage._threads import DaemonPool
-from tierstore.storage._walk import delete_files, list_files, list_level, stat_file, sweep
+from tierstore.storage._walk import delete_files, list_dead, list_files, list_level, stat_file, sweep
 from tierstore.storage.contract import Capabilities, FileInfo, Listing, Source
 from tierstore.storage.sources import BytesSource
 from tierstore.storage.tasks import end_all
@@ -245,6 +245,10 @@ class PosixStorage:
     async def stat(self, path: str) -> FileInfo:
         full = self._full(path)
         return await self._call("stat", full, stat_file, self._tree, path)
+
+    async def stale_temporaries(self) -> list[str]:
+        """The names of what `sweep_temporaries` would remove."""
+        return await self._call("list", self._tree.root, list_dead, self._tree)
 
     async def sweep_temporaries(self) -> list[str]:
         """Removes the temporaries of processes that provably live no more (`tierstore.storage.temporaries`); returns their names."""

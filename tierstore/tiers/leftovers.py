@@ -20,16 +20,20 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class _HasTemporaries(Protocol):
+    async def stale_temporaries(self) -> list[str]: ...
+
     async def sweep_temporaries(self) -> list[str]: ...
 
 
 @runtime_checkable
 class _HasUploads(Protocol):
+    async def stale_uploads(self, older_than_s: float) -> list[str]: ...
+
     async def abort_stale_uploads(self, older_than_s: float) -> list[str]: ...
 
 
 async def sweep_leftovers(
-    tiers: Tiers, *, only: Collection[str] | None = None, upload_grace_s: float | None = None
+    tiers: Tiers, *, only: Collection[str] | None = None, upload_grace_s: float | None = None, dry_run: bool = False
 ) -> dict[str, list[str]]:
     """Removes the leftovers of dead processes from every tier that answers; returns their names by tier.
 
@@ -39,18 +43,21 @@ async def sweep_leftovers(
         tiers: The store's tiers.
         only: Names of the tiers to look at; None: all.
         upload_grace_s: How long ago an upload must have begun, in seconds of the server's clock; None: as the store says.
+        dry_run: Only say what would be removed.
     """
+    find = _find if dry_run else _sweep
     removed: dict[str, list[str]] = {}
     for tier in tiers:
         if tier.name in tiers.outages or (only is not None and tier.name not in only):
             continue
         try:
-            found = await _sweep(tier, tiers.upload_grace_s if upload_grace_s is None else upload_grace_s)
+            found = await find(tier, tiers.upload_grace_s if upload_grace_s is None else upload_grace_s)
         except (StorageError, NotFoundError) as error:
             log.warning("tier=%s leftovers can't be swept: %s", tier.name, error.message)
             continue
         if found:
-            log.info("tier=%s swept %d leftovers of dead processes: %s", tier.name, len(found), ", ".join(found[:8]))
+            did = "would sweep" if dry_run else "swept"
+            log.info("tier=%s %s %d leftovers of dead processes: %s", tier.name, did, len(found), ", ".join(found[:8]))
             removed[tier.name] = found
     return removed
 
@@ -60,4 +67,12 @@ async def _sweep(tier: Tier, upload_grace_s: float) -> list[str]:
         return await tier.storage.sweep_temporaries()
     if isinstance(tier.storage, _HasUploads):
         return await tier.storage.abort_stale_uploads(upload_grace_s)
+    return []
+
+
+async def _find(tier: Tier, upload_grace_s: float) -> list[str]:
+    if isinstance(tier.storage, _HasTemporaries):
+        return await tier.storage.stale_temporaries()
+    if isinstance(tier.storage, _HasUploads):
+        return await tier.storage.stale_uploads(upload_grace_s)
     return []

@@ -119,7 +119,7 @@ async def _collect(
         await work.drop(entries)
         await work.condemn_orphans()
         work.waiting += [(e.attempt, _why_waiting(e, h)) for e in entries if e.action in ("expired", "revive")]
-    leftovers = {} if dry_run else await work.leftovers()
+    leftovers = await work.leftovers()
     await work.copy_logs(most_logs)
     return CollectReport(
         freed=tuple(work.freed),
@@ -347,7 +347,7 @@ class _Collecting:
     async def leftovers(self) -> dict[str, tuple[str, ...]]:
         """Removes what dead processes left on the tiers that are ours to work on; of an upload nothing tells whose run it is of."""
         grace_s = max(self._h.tiers.upload_grace_s, self._h.gc.multipart_grace_s)
-        found = await sweep_leftovers(self._h.tiers, only=self._own_names, upload_grace_s=grace_s)
+        found = await sweep_leftovers(self._h.tiers, only=self._own_names, upload_grace_s=grace_s, dry_run=self._dry_run)
         return {name: tuple(paths) for name, paths in found.items()}
 
     # ---- the copies of the log

@@ -55,7 +55,7 @@ class CollectReport:
         waiting: What is not freed yet, and why: an undelete window, a lease, an attempt that is not old enough.
         failed: What a fault kept from being done.
         held: Of those that wait: what is due, and would go if nobody read it.
-        leftovers: Temporaries and unfinished uploads of dead processes that were removed, by tier.
+        leftovers: Temporaries and unfinished uploads of dead processes that were removed (in a dry run: would be), by tier.
         foreign: Files that lie in folders which should be empty, and are not ours to delete: ``tier:path``.
         log_copies: How many records were copied beside replicas that lacked them (in a dry run: would be).
         log_copies_left: How many replicas were left for the next round, as one round does only so many.
