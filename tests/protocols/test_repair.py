@@ -26,6 +26,7 @@ from tierstore.names import INDEX, MANIFEST, OBJECTS, Attempt, part_name, shard_
 from tierstore.testing.faults import FaultKind, FaultPlan, FaultStorage
 from tierstore.tiers.catalog import scan
 from tierstore.tiers.commit import commit
+from tierstore.tiers.gc.standing import copies_standing
 from tierstore.tiers.log import append, read_log
 from tierstore.tiers.log_facts import fold
 from tierstore.tiers.promote import reconcile
@@ -300,7 +301,28 @@ def test_a_copy_that_stays_damaged_stays_in_quarantine(tmp_path: Path) -> None:
 
     tiers, attempt = asyncio.run(prepare())
     assert mend(tiers).exit_code == 3
-    assert fold(asyncio.run(read_log(tiers.authority.storage, attempt))).quarantined == {("far", SHARD)}
+    assert fold(asyncio.run(read_log(tiers.authority.storage, attempt))).quarantined == {("far", SHARD), ("shared", SHARD)}
+
+
+def test_what_a_repair_found_damaged_and_could_not_mend_counts_as_no_copy_any_more(tmp_path: Path) -> None:
+    """Else the next eviction drops the good copy because of one that only has the right size."""
+    tiers, (attempt,) = asyncio.run(stored(tmp_path, 1))
+    damaged, good = path_of(tiers, "shared", attempt, SHARD), path_of(tiers, "far", attempt, SHARD)
+    whole = good.read_bytes()
+    for path in (damaged, good):
+        flip(path)  # the same block: nothing can be mended
+    assert mend(tiers, dry_run=True).exit_code == 6
+
+    def state() -> tuple[set[tuple[str, str]], tuple[str, ...]]:
+        facts = fold(asyncio.run(read_log(tiers.authority.storage, attempt)))
+        return set(facts.quarantined), asyncio.run(copies_standing(tiers, attempt, facts, without="far")).standing
+
+    assert state() == (set(), ("shared",))
+    assert mend(tiers, only=["shared"]).exit_code == 6
+    assert state() == ({("shared", SHARD)}, ())
+    good.write_bytes(whole)
+    assert mend(tiers).exit_code == 0
+    assert state() == (set(), ("shared",))
 
 
 def test_what_was_deleted_expired_or_dropped_is_left_alone(tmp_path: Path) -> None:

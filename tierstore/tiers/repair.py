@@ -3,7 +3,7 @@
 First the authority's log, for everything else is decided by it; then each damaged copy: its shards, its documents, its manifest, its
 copies of the records. Nothing is deleted, nothing is written in place, and what is published was proved against the manifest while it
 was written, so that a repair can be stopped at any instant and run again. When a copy is whole again, `replicated` is recorded anew:
-its quarantine ends.
+its quarantine ends. What stays damaged is recorded as `quarantined`: it counts as no copy from then on.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 from tierstore.clock import Clock
 from tierstore.errors import IntegrityError, NotFoundError, PartialError, RefusedError, TierStoreError
@@ -307,6 +308,10 @@ async def _repair_copy(
             results.append(await document(MANIFEST, Proof(digest=info.manifest_digest)))
     taken = [repairing.take(result) for result in results]
     good = all(taken)
+    if not dry_run:
+        damaged = {f.file: f.detail for f in findings if f.code == "V103"}
+        stays = {r.file: damaged[r.file] for r in results if isinstance(r, Unmended) and r.file in damaged}
+        await _quarantine(repairing, info, tier, stays)
     if good and (any(f.code == "V114" for f in findings) or (whole and not share and not repairing.tiers.is_authority(tier))):
         good = repairing.take(await mend_log_copies(repairing.tiers, attempt, tier, records, dry_run=dry_run))
     if good and not dry_run and manifest is not None:
@@ -314,6 +319,31 @@ async def _repair_copy(
             await _record(repairing, info, tier, records, manifest, results)
         except TierStoreError as error:
             repairing.take(Unmended(attempt=attempt, tier=tier.name, file="", reason=error.message, exit_code=error.exit_code))
+
+
+async def _quarantine(repairing: _Repairing, info: CheckpointInfo, tier: Tier, damaged: Mapping[str, str]) -> None:
+    """Records what stays damaged, so that no tier drops a good copy because this one seems to stand."""
+    if _many_disks(tier, info):
+        return
+    for file, detail in damaged.items():
+        try:
+            await append(
+                repairing.tiers.authority.storage,
+                info.attempt,
+                "quarantined",
+                {"tier": tier.name, "file": file, "detail": detail},
+                clock=repairing.context.clock,
+                allow=partial(_is_new, (tier.name, file)),
+            )
+        except RefusedError:
+            continue  # it is recorded already
+        except TierStoreError as error:
+            where = f"checkpoint={info.attempt.folder} tier={tier.name} file={file}"
+            log.warning("%s damage not recorded: %s", where, error.message)
+
+
+def _is_new(damage: tuple[str, str], records: Sequence[Record]) -> bool:
+    return damage not in fold(records).quarantined
 
 
 def _of_ranks(name: str, info: CheckpointInfo, tier: Tier) -> bool:
