@@ -42,7 +42,7 @@ from tierstore.tiers.gc.prune import prune
 from tierstore.tiers.leases import LeaseWatch
 from tierstore.tiers.record_store import RecordStore
 from tierstore.tiers.tier import Tier, Tiers
-from tierstore.units import format_size
+from tierstore.units import format_size, parse_size
 
 RUN = "bench"
 SHARDS = 98
@@ -316,7 +316,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoints", type=int, nargs="*", default=[10_000, 100_000], help="how many are listed and planned about")
     parser.add_argument("--files", type=int, default=10_000, help="how many are collected")
-    parser.add_argument("--nbytes", type=int, default=256 << 20, help="size of the state whose save is timed, in bytes")
+    parser.add_argument("--nbytes", type=parse_size, default=256 << 20, help="size of the state whose save is timed, with a unit")
     parser.add_argument("--repeat", type=int, default=3, help="repetitions of what is deleted; saves: as many, and two more")
     parser.add_argument("--directory", type=Path, default=None, help="where files are made (default: a fresh folder in ./.cache/bench)")
     args = parser.parse_args()

@@ -29,3 +29,10 @@ def test_each_module_is_on_the_page_of_the_architecture() -> None:
         if not path.name.startswith("_") and not any(pattern.fullmatch(path.name) for pattern in patterns)
     ]
     assert not missing, f"give each a line: {missing}"
+
+
+def test_each_benchmark_has_a_row() -> None:
+    page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    programs = [path.name for path in sorted((ROOT / "benchmarks").glob("*.py")) if "__main__" in path.read_text(encoding="utf-8")]
+    assert len(programs) > 7
+    assert not [name for name in programs if not re.search(rf"^\| `{name}\b", page, re.MULTILINE)]
