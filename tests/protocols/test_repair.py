@@ -12,6 +12,7 @@ import random
 import shutil
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,10 +30,11 @@ from tierstore.tiers.commit import commit
 from tierstore.tiers.gc.standing import copies_standing
 from tierstore.tiers.log import append, read_log
 from tierstore.tiers.log_facts import fold
-from tierstore.tiers.promote import reconcile
+from tierstore.tiers.promote import promote, reconcile
 from tierstore.tiers.repair import RepairReport, repair
 from tierstore.tiers.tier import Tiers
 from tierstore.tiers.verify import verify
+from tierstore.tiers.view import many_disks
 
 SHARD = shard_name(0, 1)
 NAMES = ("node", "shared", "far")
@@ -323,6 +325,27 @@ def test_what_a_repair_found_damaged_and_could_not_mend_counts_as_no_copy_any_mo
     good.write_bytes(whole)
     assert mend(tiers).exit_code == 0
     assert state() == (set(), ("shared",))
+
+
+def test_a_store_on_one_node_records_damage_and_its_repair_also_of_many_ranks(tmp_path: Path) -> None:
+    """A node's tier before the authority is another disk on each node. The authority is one, also where it lies on a node."""
+    names = ("node", "shared", "far", "cold")
+    made = tiers_in(tmp_path, names)
+    on_node = {name: replace(made.get(name), scope="node") for name in names}
+    tiers = Tiers(tiers=tuple(on_node.values()), authority=on_node["shared"], durable_at=on_node["shared"], store_id="kit")
+    shard = shard_name(1, 2)
+
+    def quarantined() -> set[tuple[str, str]]:
+        return set(fold(asyncio.run(read_log(tiers.authority.storage, attempt))).quarantined)
+
+    attempt = asyncio.run(save(tiers, 1, world_size=2))
+    assert asyncio.run(promote(tiers, attempt, "far", clock=SteppedClock())).done
+    flip(path_of(tiers, "shared", attempt, shard))
+    assert asyncio.run(promote(tiers, attempt, "cold", clock=SteppedClock())).done
+    assert quarantined() == {("shared", shard)}
+    assert mend(tiers).proved == ((attempt, "shared"),)
+    assert quarantined() == set()
+    assert [name for name in names if many_disks(tiers, tiers.get(name), 2)] == ["node"]
 
 
 def test_what_was_deleted_expired_or_dropped_is_left_alone(tmp_path: Path) -> None:

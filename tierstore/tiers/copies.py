@@ -21,7 +21,7 @@ from tierstore.tiers.log_copies import copy_records
 from tierstore.tiers.log_facts import fold
 from tierstore.tiers.space import check_space
 from tierstore.tiers.tier import Tier
-from tierstore.tiers.view import AttemptView, further, staging
+from tierstore.tiers.view import AttemptView, further, many_disks, staging
 
 __all__ = [
     "copy_checkpoint",
@@ -204,8 +204,8 @@ def _quarantining(context: CopyContext, view: AttemptView) -> OnDamage:
     async def on_damage(tier: Tier, file: str, detail: str) -> None:
         if (tier.name, file) in view.log.quarantined:
             return
-        if tier.scope == "node" and (view.world_size or 1) > 1:
-            return  # the name stands for as many disks as there are nodes: one node's damage says nothing of the others
+        if many_disks(context.tiers, tier, view.world_size or 1):
+            return
         try:
             await append(
                 context.tiers.authority.storage,

@@ -37,6 +37,7 @@ from tierstore.tiers.tier import Tier, Tiers, ensure_tier
 from tierstore.tiers.together import together
 from tierstore.tiers.verify import LEASE_TTL_S, Level, VerifyReport, log_findings, verify
 from tierstore.tiers.verify_files import Looking, Verifying, good_index, good_manifest, read_blocks
+from tierstore.tiers.view import many_disks
 
 __all__ = ["Mended", "RepairReport", "Unmended", "repair"]
 
@@ -323,7 +324,7 @@ async def _repair_copy(
 
 async def _quarantine(repairing: _Repairing, info: CheckpointInfo, tier: Tier, damaged: Mapping[str, str]) -> None:
     """Records what stays damaged, so that no tier drops a good copy because this one seems to stand."""
-    if _many_disks(tier, info):
+    if many_disks(repairing.tiers, tier, info.world_size):
         return
     for file, detail in damaged.items():
         try:
@@ -362,7 +363,7 @@ async def _record(
     """Records the copy as good, with what the server says of each file now: only where the log says anything else."""
     facts, attempt = fold(records), info.attempt
     changed = bool(results) and not tier.storage.capabilities.local
-    if not (facts.quarantined_on(tier.name) or changed) or _many_disks(tier, info):
+    if not (facts.quarantined_on(tier.name) or changed) or many_disks(repairing.tiers, tier, info.world_size):
         return
     known = {r.file: r.info for r in results if isinstance(r, Mended) and r.info is not None}
 
@@ -388,8 +389,3 @@ async def _record(
         log.info("tier=%s checkpoint=%s was decided about while it was repaired", tier.name, attempt.folder)
         return
     repairing.proved.append((attempt, tier.name))
-
-
-def _many_disks(tier: Tier, info: CheckpointInfo) -> bool:
-    """Whether the tier's name stands for as many disks as there are nodes: what is true of one says nothing of the others."""
-    return tier.scope == "node" and info.world_size > 1

@@ -16,7 +16,7 @@ from tierstore.tiers.log import read_log
 from tierstore.tiers.log_facts import LogFacts, fold
 from tierstore.tiers.tier import Tier, Tiers
 
-__all__ = ["AttemptView", "further", "observe", "staging"]
+__all__ = ["AttemptView", "further", "many_disks", "observe", "staging"]
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,14 @@ def further(tiers: Tiers) -> tuple[Tier, ...]:
     """The tiers after the authority, in order: where committed checkpoints are promoted to."""
     names = [t.name for t in tiers.tiers]
     return tiers.tiers[names.index(tiers.authority.name) + 1 :]
+
+
+def many_disks(tiers: Tiers, tier: Tier, world_size: int) -> bool:
+    """Whether the tier's name stands for as many disks as there are nodes: what is true of one says nothing of the others.
+
+    From the authority on every process sees the same disk; where that lies on a node, the node is the only one.
+    """
+    return tier.scope == "node" and world_size > 1 and tier.name in {t.name for t in staging(tiers)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
