@@ -11,19 +11,20 @@ import logging
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from tierstore.errors import ConflictError, RefusedError, StorageError, TierStoreError
+from tierstore.errors import RefusedError, TierStoreError
 from tierstore.format.record import Record
 from tierstore.names import Attempt
 from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.gc.brakes import check_ground, newest_of
-from tierstore.tiers.gc.catch_up import CaughtUp, catch_up
 from tierstore.tiers.gc.deleting import Emptying, Found, Remover, find
 from tierstore.tiers.gc.evict import continue_eviction, decide_eviction, finish_eviction, preview_eviction
-from tierstore.tiers.gc.housekeeping import Housekeeping, Situation, as_due, look, plan_of, quiet
+from tierstore.tiers.gc.housekeeping import Housekeeping, Situation, as_due, look, plan_of
+from tierstore.tiers.gc.log_round import LogRound, copy_logs
 from tierstore.tiers.gc.orphans import condemn, confirm_condemned, orphan_job, why_it_stays
 from tierstore.tiers.gc.prune import carry_out
 from tierstore.tiers.gc.reports import CollectReport, Failed, Freed, Tended
 from tierstore.tiers.gc.sweep import decide_sweep, held_by_readers, names_to_record, read_swept, readers_of, sweep_job, to_trim
+from tierstore.tiers.gc.tally import Tally
 from tierstore.tiers.leftovers import sweep_leftovers
 from tierstore.tiers.log import read_log, swept_in
 from tierstore.tiers.log_facts import fold
@@ -120,7 +121,7 @@ async def _collect(
         await work.condemn_orphans()
         work.waiting += [(e.attempt, _why_waiting(e, h)) for e in entries if e.action in ("expired", "revive")]
     leftovers = await work.leftovers()
-    await work.copy_logs(most_logs)
+    logs = await work.copy_logs(most_logs)
     return CollectReport(
         freed=tuple(work.freed),
         waiting=tuple(work.waiting),
@@ -128,8 +129,8 @@ async def _collect(
         held=held,
         leftovers=leftovers,
         foreign=tuple(work.foreign),
-        log_copies=work.log_copies,
-        log_copies_left=work.log_copies_left,
+        log_copies=logs.records,
+        log_copies_left=logs.left,
         dry_run=dry_run,
     )
 
@@ -150,12 +151,10 @@ class _Collecting:
     """One collection: what it did so far."""
 
     def __init__(self, h: Housekeeping, situation: Situation, *, wait_s: float, dry_run: bool) -> None:
+        self._tally = Tally(h.tiers.authority.name)
         self.freed: list[Freed] = []
-        self.waiting: list[tuple[Attempt, str]] = []
-        self.failed: list[Failed] = []
+        self.waiting, self.failed, self._try = self._tally.waiting, self._tally.failed, self._tally.tried
         self.foreign: list[str] = []
-        self.log_copies = 0
-        self.log_copies_left = 0
         self._h = h
         self._seen = situation
         self._wait_s = wait_s
@@ -333,16 +332,9 @@ class _Collecting:
     def _note_freed(self, one: Found) -> None:
         job, nbytes = one.job, sum(info.nbytes for info in one.files)
         self.freed.append(Freed(attempt=job.attempt, tier=job.tier.name, kind=job.kind, files=len(one.files), nbytes=nbytes))
+        where = f"tier={job.tier.name} checkpoint={job.attempt.folder} kind={job.kind}"
         level = logging.DEBUG if self._dry_run else logging.INFO
-        log.log(
-            level,
-            "tier=%s checkpoint=%s kind=%s files=%d nbytes=%d freed",
-            job.tier.name,
-            job.attempt.folder,
-            job.kind,
-            len(one.files),
-            nbytes,
-        )
+        log.log(level, "%s files=%d nbytes=%d freed", where, len(one.files), nbytes)
 
     async def leftovers(self) -> dict[str, tuple[str, ...]]:
         """Removes what dead processes left on the tiers that are ours to work on; of an upload nothing tells whose run it is of."""
@@ -352,31 +344,12 @@ class _Collecting:
 
     # ---- the copies of the log
 
-    async def copy_logs(self, most: int | None) -> None:
-        """Brings the copies beside the replicas up to date, those of the newest checkpoints first; `most`: of so many replicas."""
-        own = {tier.name: tier for tier in self._own}
-        behind = sorted(self._seen.catalog.behind.items(), reverse=True)
-        left = [(attempt, own[name]) for attempt, names in behind for name in names if name in own]
-        chosen = left[:most]
-        self.log_copies_left = len(left) - len(chosen)
-        failing: set[str] = set()
-        for some in _parts(chosen):
-            await quiet(self._h)
-            found = await together(lambda item: self._catch_up(*item, failing), some, at_once=_AT_ONCE)
-            for (attempt, tier), caught in zip(some, found, strict=True):
-                self.log_copies += caught.records
-                if caught.late:
-                    await self._take_back(attempt, tier)
-
-    async def _catch_up(self, attempt: Attempt, tier: Tier, failing: set[str]) -> CaughtUp:
-        """One replica's, unless its tier has failed already: that is said once, and the next collection tries again."""
-        if tier.name in failing:
-            return CaughtUp()
-        known = len(self.failed)
-        caught = await self._try(attempt, tier.name, catch_up(self._h, attempt, tier, dry_run=self._dry_run))
-        if any(f.tier == tier.name and isinstance(f.error, StorageError) for f in self.failed[known:]):
-            failing.add(tier.name)
-        return caught or CaughtUp()
+    async def copy_logs(self, most: int | None) -> LogRound:
+        """Brings the copies beside the replicas up to date; `most`: of so many replicas. What came too late goes again."""
+        done = await copy_logs(self._h, self._seen.catalog, self._own, self._tally, most=most, dry_run=self._dry_run)
+        for attempt, tier in done.late:
+            await self._take_back(attempt, tier)
+        return done
 
     async def _take_back(self, attempt: Attempt, tier: Tier) -> None:
         """Removes what was copied beside a copy that somebody let go at that moment."""
@@ -398,17 +371,6 @@ class _Collecting:
         if reason is not None:
             self.waiting.append((attempt, reason.text))
         return reason is not None
-
-    async def _try(self, attempt: Attempt, tier: str, work: Coroutine[Any, Any, _T]) -> _T | None:
-        """Awaits one step; what was decided otherwise meanwhile is noted as waiting, a fault as failed: others go on."""
-        try:
-            return await work
-        except (ConflictError, RefusedError) as error:
-            self.waiting.append((attempt, error.message))
-        except TierStoreError as error:
-            log.warning("tier=%s checkpoint=%s not collected: %s", tier or self._h.tiers.authority.name, attempt.folder, error.message)
-            self.failed.append(Failed(attempt=attempt, tier=tier, error=error))
-        return None
 
 
 def _unfinished(info: CheckpointInfo) -> list[str]:
