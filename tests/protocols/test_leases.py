@@ -243,6 +243,25 @@ def test_the_time_that_looking_takes_proves_nothing() -> None:
     virtually(work)
 
 
+def test_a_lease_that_is_rewritten_while_it_is_read_at_each_look_is_alive() -> None:
+    async def work(world: World) -> None:
+        storage, watch, torn = world.tiers.authority.storage, LeaseWatch(world.clock), [False]
+
+        async def once_a_look(operation: str, path: str) -> None:
+            torn[0] = operation == "read" and not torn[0]
+            if torn[0]:
+                raise IntegrityError("it changed while it was read")
+
+        for beat in (b"beat 1", b"beat 2"):
+            await storage.put(lease_path(world.attempt, "0" * 32), beat)
+            world.hook = once_a_look
+            assert world.attempt in await watch.living(world.tiers, RUN)
+            world.hook = None
+            await asyncio.sleep(600)
+
+    virtually(work)
+
+
 # ---- observing with short commands
 
 

@@ -88,12 +88,14 @@ class LeaseWatch:
         named = {info.path: ours for info in await storage.list(lease_root(run)) if (ours := _parse_path(root, info.path)) is not None}
 
         async def read(path: str) -> bytes | None:
-            try:
-                return await storage.read(path)
-            except NotFoundError:
-                return None  # released meanwhile
-            except IntegrityError:
-                return b""  # rewritten while it was read
+            for _ in range(2):
+                try:
+                    return await storage.read(path)
+                except NotFoundError:
+                    return None  # released meanwhile
+                except IntegrityError:
+                    continue  # rewritten while it was read: a sign of life, and no content to know again
+            return b""  # it can't be read
 
         paths = sorted(named)
         read_at_once = zip(paths, await together(read, paths), strict=True)
