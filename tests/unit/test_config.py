@@ -584,7 +584,7 @@ def test_a_missing_file_suggests_the_one_that_is_there(tmp_path: Path) -> None:
 
 
 def test_a_missing_policy_file_is_told_as_one(load: Load) -> None:
-    with pytest.raises(ConfigError, match="there is no retention policy file .*nope.yaml") as caught:
+    with pytest.raises(ConfigError, match=r"there is no retention policy file .*nope\.yaml") as caught:
         load("tiers: [/a]\nretention: nope.yaml")
     assert "`retention:`" in caught.value.hint
 

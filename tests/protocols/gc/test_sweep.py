@@ -403,3 +403,29 @@ def test_nothing_is_deleted_that_could_not_be_written_down(tmp_path: Path) -> No
         assert world.left(old, ["far"]) == before
 
     run(work())
+
+
+@pytest.mark.parametrize("damage", ["shard gone", "shard cut", "manifest garbled"])
+def test_nothing_is_swept_while_the_newest_is_broken_on_every_tier(tmp_path: Path, damage: str) -> None:
+    """The rest goes because the newest is there to go back to: that is looked at, not believed."""
+
+    async def work() -> None:
+        world = World(tmp_path, policy=policy_of({"last": 1}))
+        old, new = await world.save(1, 2)
+        await world.expire()
+        for tier in ("shared", "far"):
+            folder = tmp_path / tier / new.folder
+            shard = next(folder.glob("shard-*"))
+            if damage == "shard gone":
+                shard.unlink()
+            elif damage == "shard cut":
+                shard.write_bytes(shard.read_bytes()[:-1])
+            else:
+                (folder / MANIFEST).write_bytes(b"{}")
+        report = await world.collect()
+        assert [a for a, _ in report.waiting] == [old]
+        assert "the newest verified checkpoint, step 2, has no copy that stands" in report.waiting[0][1]
+        assert all(freed.kind != "sweep" for freed in report.freed)
+        assert (tmp_path / "shared" / old.folder / MANIFEST).exists()
+
+    run(work())

@@ -23,7 +23,16 @@ from tierstore.tiers.gc.log_round import LogRound, copy_logs
 from tierstore.tiers.gc.orphans import condemn, confirm_condemned, orphan_job, why_it_stays
 from tierstore.tiers.gc.prune import carry_out
 from tierstore.tiers.gc.reports import CollectReport, Failed, Freed, Tended
-from tierstore.tiers.gc.sweep import decide_sweep, held_by_readers, names_to_record, read_swept, readers_of, sweep_job, to_trim
+from tierstore.tiers.gc.sweep import (
+    decide_sweep,
+    held_by_readers,
+    names_to_record,
+    none_to_go_back_to,
+    read_swept,
+    readers_of,
+    sweep_job,
+    to_trim,
+)
 from tierstore.tiers.gc.tally import Tally
 from tierstore.tiers.leftovers import sweep_leftovers
 from tierstore.tiers.log import read_log, swept_in
@@ -116,7 +125,7 @@ async def _collect(
         entries = (await asyncio.to_thread(plan_of, h, seen)).entries
         if h.shared:
             held = await asyncio.to_thread(held_by_readers, h, seen) - newest_of(seen.catalog)
-            await work.sweep([entry for entry in entries if entry.action == "sweep"])
+            await work.sweep(entries)
         await work.drop(entries)
         await work.condemn_orphans()
         work.waiting += [(e.attempt, _why_waiting(e, h)) for e in entries if e.action in ("expired", "revive")]
@@ -204,13 +213,19 @@ class _Collecting:
 
     # ---- what is decided now
 
-    async def sweep(self, entries: Sequence[PlanEntry]) -> None:
-        """Sweeps what the plan, made anew from logs and policy as they are, lets go."""
+    async def sweep(self, plan: Sequence[PlanEntry]) -> None:
+        """Sweeps what the plan, made anew from logs and policy as they are, lets go; nothing where there would be none to go back to."""
         newest = newest_of(self._seen.catalog)
+        entries = [entry for entry in plan if entry.action == "sweep"]
         self.waiting += [(entry.attempt, "the newest checkpoint is never deleted") for entry in entries if entry.attempt in newest]
         infos = {info.attempt: info for info in self._seen.catalog.checkpoints}
         reasons = {entry.attempt: entry.reasons for entry in entries}
-        for some in _parts([infos[entry.attempt] for entry in entries if entry.attempt not in newest]):
+        due = [infos[entry.attempt] for entry in entries if entry.attempt not in newest]
+        if due and (why := await none_to_go_back_to(self._h, plan, infos)):
+            log.warning("run=%s nothing is swept: %s", self._h.run, why)
+            self.waiting += [(info.attempt, why) for info in due]
+            return
+        for some in _parts(due):
             if self._dry_run:
                 await self._preview_sweep(some)
                 continue

@@ -18,15 +18,15 @@ from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.gc.deleting import Emptying, Found, find_trim
 from tierstore.tiers.gc.evict import lasts
 from tierstore.tiers.gc.housekeeping import Housekeeping, Situation, plan_of
-from tierstore.tiers.gc.standing import names_outside_grammar, read_proved_manifest
+from tierstore.tiers.gc.standing import copies_standing, names_outside_grammar, read_proved_manifest
 from tierstore.tiers.leases import LeaseSeen
 from tierstore.tiers.log import append, read_log, swept_in
 from tierstore.tiers.log_facts import fold
-from tierstore.tiers.retention import Reason
+from tierstore.tiers.retention import PlanEntry, Reason
 from tierstore.tiers.tier import Tier
 from tierstore.tiers.together import together
 
-__all__ = ["decide_sweep", "held_by_readers", "names_to_record", "read_swept", "readers_of", "sweep_job", "to_trim"]
+__all__ = ["decide_sweep", "held_by_readers", "names_to_record", "none_to_go_back_to", "read_swept", "readers_of", "sweep_job", "to_trim"]
 
 _POLL_S = 1.0
 
@@ -54,6 +54,22 @@ async def decide_sweep(h: Housekeeping, info: CheckpointInfo, reasons: Sequence[
     record = await append(h.tiers.authority.storage, info.attempt, "swept", data, clock=h.clock, after=seen, allow=allow)
     reach("sweep.after-swept")
     return record
+
+
+async def none_to_go_back_to(h: Housekeeping, plan: Sequence[PlanEntry], infos: Mapping[Attempt, CheckpointInfo]) -> str:
+    """Why nothing may be swept: the newest verified checkpoint, looked at now, stands on no tier. Empty where it does.
+
+    What the log believes of it is not enough, when others go because it is there.
+    """
+    troubles = []
+    for entry in plan:
+        if any(reason.kind == "newest-verified" for reason in entry.reasons):
+            info = infos[entry.attempt]
+            copies = await copies_standing(h.tiers, info.attempt, fold(info.records), without="")
+            if copies.standing:
+                return ""
+            troubles.append(f"the newest verified checkpoint, step {info.step}, has no copy that stands ({'; '.join(copies.missing)})")
+    return f"{'; '.join(troubles)}: `tierstore verify` says what is wrong, `tierstore repair` mends it" if troubles else ""
 
 
 async def names_to_record(h: Housekeeping, info: CheckpointInfo) -> list[str]:
