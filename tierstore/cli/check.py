@@ -48,7 +48,7 @@ def verify(
         ),
     ] = None,
 ) -> int:
-    """Check what the tiers hold against its digests; changes nothing. --tier NAME checks one tier."""
+    """Check what the tiers hold against its digests; notes damage in the log (-n: does not). --tier NAME checks one tier."""
     depth, subset = subset_of(level, read_data_subset, cli.clock, default="quick")
     with cli.session() as session:
         run, steps = chosen_steps(session, refs or [])
@@ -65,6 +65,7 @@ def verify(
                     files_in_flight=cli.options.jobs or session.config.io.threads,
                     clock=cli.clock,
                     lease_ttl_s=lease_ttl_s(session.config, run),
+                    note_damage=not cli.options.dry_run,
                 )
             )
     _tell(cli, report, subset)

@@ -92,7 +92,7 @@ def catalog_table(catalog: Catalog, pending: Sequence[Copy], now: datetime) -> T
 
 def catalog_rows(catalog: Catalog, pending: Sequence[Copy], now: datetime) -> list[tuple[str | Text, ...]]:
     """The rows of `catalog_table`."""
-    latest = next((c.attempt for c in reversed(catalog.checkpoints) if c.usable and not (c.hidden or c.superseded or c.damaged)), None)
+    latest = next((c.attempt for c in reversed(catalog.checkpoints) if c.loadable and not (c.hidden or c.superseded or c.damaged)), None)
     rows: list[tuple[Attempt, tuple[str | Text, ...]]] = []
     for info in catalog.checkpoints:
         due = [c.tier for c in pending if c.attempt == info.attempt]

@@ -54,7 +54,7 @@ class Catalog:
     """The store's runs, filled in only where this run has nothing: for suggestions."""
 
     def latest(self) -> CheckpointInfo | None:
-        """The highest committed step that is not hidden or superseded and has a complete copy on a tier that was reached.
+        """The highest committed step that is not hidden or superseded and has a whole copy on a tier that was reached.
 
         Raises:
             IntegrityError: A newer step has a commit record that no tier has a readable copy of: to go back to an older one is for the
@@ -62,7 +62,7 @@ class Catalog:
             StorageError: There is none, but the authority was not reached: "no checkpoint" would be a guess, and training would
                 begin anew over the run.
         """
-        found = next((info for info in reversed(self.checkpoints) if _offered(info) and info.usable), None)
+        found = next((info for info in reversed(self.checkpoints) if _offered(info) and info.loadable), None)
         for attempt in self.unreadable_after(-1 if found is None else found.attempt.step):
             raise self.unreadable_error(attempt)
         if found is None and self.authority in self.unreachable:
@@ -115,7 +115,7 @@ class Catalog:
         return found
 
     def _best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:
-        ranked = [c for c in self.checkpoints if _offered(c) and c.usable and metric in c.metrics]
+        ranked = [c for c in self.checkpoints if _offered(c) and c.loadable and metric in c.metrics]
 
         def rank(info: CheckpointInfo) -> tuple[bool, float, int]:
             value = info.metrics[metric]

@@ -21,7 +21,7 @@ ReplicaState = Literal["complete", "receipt", "partial", "evicting", "quarantine
 - ``receipt``: a node tier holds its own ranks' parts; their shards can be read, the manifest comes from elsewhere.
 - ``partial``: some files; a copy under way, or one that was given up. Not a source.
 - ``evicting``: being removed. A load's very last resort.
-- ``quarantined``: found damaged while it was copied. The last resort.
+- ``quarantined``: found damaged. The last resort.
 """
 
 _SHARD = re.compile(r"shard-(\d{5,8})-of-(\d{5,8})\.safetensors")
@@ -87,6 +87,12 @@ class CheckpointInfo:
     def usable(self) -> bool:
         """Whether some tier that was reached has a complete copy."""
         return "complete" in self.replicas.values()
+
+    @property
+    def loadable(self) -> bool:
+        """Whether it is offered for loading: also where the only whole copies were found damaged. Other tiers may have what is bad in
+        them, and if not, that is said: nobody is given an older step without a word."""
+        return self.usable or "quarantined" in self.replicas.values()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

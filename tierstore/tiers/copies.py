@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from tierstore.crashpoints import reach
-from tierstore.errors import IntegrityError, NotFoundError, RefusedError, StorageError
+from tierstore.errors import IntegrityError, RefusedError, StorageError
 from tierstore.format.index import FileEntry, Index, decode_index
 from tierstore.format.manifest import FileRecord, Manifest, decode_manifest
 from tierstore.format.record import Record
@@ -19,9 +19,10 @@ from tierstore.tiers.copying import CopyContext, OnDamage, Proof, copy_document,
 from tierstore.tiers.log import append, files_told
 from tierstore.tiers.log_copies import copy_records
 from tierstore.tiers.log_facts import fold
+from tierstore.tiers.quarantine import quarantine
 from tierstore.tiers.space import check_space
 from tierstore.tiers.tier import Tier
-from tierstore.tiers.view import AttemptView, further, many_disks, staging
+from tierstore.tiers.view import AttemptView, further, staging
 
 __all__ = [
     "copy_checkpoint",
@@ -204,19 +205,8 @@ def _quarantining(context: CopyContext, view: AttemptView) -> OnDamage:
     async def on_damage(tier: Tier, file: str, detail: str) -> None:
         if (tier.name, file) in view.log.quarantined:
             return
-        if many_disks(context.tiers, tier, view.world_size or 1):
-            return
         try:
-            await append(
-                context.tiers.authority.storage,
-                view.attempt,
-                "quarantined",
-                {"tier": tier.name, "file": file, "detail": detail},
-                clock=context.clock,
-                allow=lambda records: (tier.name, file) not in fold(records).quarantined,
-            )
-        except (RefusedError, NotFoundError):
-            return  # another process was first; or the authority has lost its log, and `recover` is reading the replicas
+            await quarantine(context.tiers, view.attempt, tier, {file: detail}, world_size=view.world_size or 1, clock=context.clock)
         except StorageError as error:  # the copy itself does not depend on this record
             log.warning("checkpoint=%s tier=%s file=%s damage not recorded: %s", view.attempt.folder, tier.name, file, error.message)
 

@@ -143,7 +143,7 @@ _KINDS = (
         code="V115",
         name="quarantined-file",
         severity="warning",
-        meaning="A file was found damaged while it was copied. Its tier is read last until the copy is recorded anew.",
+        meaning="A file was found damaged earlier. Its tier is read last until the copy is recorded anew.",
         hint="run `tierstore repair`: it is proved or mended, and counts again",
         remedy="repair",
     ),

@@ -16,6 +16,7 @@ from tierstore.config_models import StoreConfig
 from tierstore.config_retention import GcConfig
 from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.leases import Lease, hold_lease
+from tierstore.tiers.quarantine import Noting
 from tierstore.tiers.replica import Replica, Run, open_replica
 from tierstore.tiers.tier import Tiers
 
@@ -46,6 +47,7 @@ class Leases:
         self._clock = clock
         self._ttl_s = ttl_s
         self._warned: set[str] = set()
+        self._noting = Noting(tiers, clock)
         self._held: weakref.WeakSet[Lease] = weakref.WeakSet()
 
     def hold(self, info: CheckpointInfo, *, kind: str = "reader") -> Lease:
@@ -65,7 +67,8 @@ class Leases:
     async def open(self, info: CheckpointInfo, *, run: Run | None = None, objects: bool = False) -> Replica:
         """Opens a checkpoint and holds a lease on it, until `Replica.let_go`, or until nothing refers to the replica any more.
 
-        Where the authority has lost its log nobody collects, and nothing is written there.
+        What is found damaged meanwhile is noted in the log, in the background. Where the authority has lost its log nobody collects, and
+        nothing is written there.
 
         Raises:
             NotFoundError: The checkpoint was deleted meanwhile.
@@ -76,13 +79,14 @@ class Leases:
         lease = self.hold(info)
         lease.begin()
         try:
-            return await open_replica(self._tiers, info, run=run, objects=objects, lease=lease)
+            return await open_replica(self._tiers, info, run=run, objects=objects, lease=lease, on_damage=self._noting.note)
         except BaseException:
             lease.let_go()
             raise
 
     async def close(self) -> None:
-        """Ends all of them; one that can't be removed for a while is left to a collector."""
+        """Ends all of them; one that can't be removed for a while is left to a collector. Damage is noted before."""
+        await self._noting.close(_RELEASE_S)
         ending = [asyncio.ensure_future(lease.release()) for lease in self._held]
         if ending:
             _, left = await asyncio.wait(ending, timeout=_RELEASE_S)

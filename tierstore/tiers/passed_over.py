@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tierstore.errors import AccessError, IntegrityError, NotFoundError, StorageError, TemporaryError, TierStoreError
 from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.leases import Lease
+from tierstore.tiers.quarantine import ReadAgain
 from tierstore.tiers.sources import Source
 from tierstore.tiers.tier import Tier
 
-__all__ = ["BadCopy", "PassedOver"]
+__all__ = ["BadCopy", "OnDamage", "PassedOver"]
 
 log = logging.getLogger(__name__)
+
+OnDamage = Callable[[CheckpointInfo, Tier, str, str, ReadAgain | None], None]
+"""Told of each file that a whole copy lacks or has damaged, once, with what is wrong; it may not wait (`Noting.note`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +37,16 @@ class PassedOver:
         info: The checkpoint.
         sources: Where it is read from, nearest first.
         lease: Asked what became of the checkpoint, where no copy is left.
+        on_damage: Told of damage in copies that are recorded as whole; None: nobody is.
     """
 
-    def __init__(self, info: CheckpointInfo, sources: Sequence[Source], lease: Lease | None) -> None:
+    def __init__(self, info: CheckpointInfo, sources: Sequence[Source], lease: Lease | None, on_damage: OnDamage | None = None) -> None:
         self.bad_copies: list[BadCopy] = []
         self._info = info
         self._sources = tuple(sources)
         self._lease = lease
+        self._on_damage = on_damage
+        self._told: set[tuple[str, str]] = set()
         self._reasons: dict[tuple[str, str], TierStoreError] = {}
         self._absent: set[tuple[str, str]] = set()
         self._down: set[str] = set()
@@ -53,9 +60,16 @@ class PassedOver:
         """A tier that did not answer does again."""
         self._down.discard(tier.name)
 
-    def note(self, source: Source, file: str, error: TierStoreError) -> None:
-        """Notes why a copy was not used; the first time for a tier and file it is said aloud."""
+    def note(self, source: Source, file: str, error: TierStoreError, again: ReadAgain | None = None) -> None:
+        """Notes why a copy was not used; the first time for a tier and file it is said aloud.
+
+        `again` reads once more what came wrong, for who records damage; None: this error is proof enough.
+        """
         tier = source.tier
+        damaged = isinstance(error, (IntegrityError, NotFoundError)) and source.expected
+        if damaged and self._on_damage is not None and (tier.name, file) not in self._told:
+            self._told.add((tier.name, file))
+            self._on_damage(self._info, tier, file, error.message, again)
         if isinstance(error, (NotFoundError, AccessError)):
             self._absent.add((tier.name, file))
         elif isinstance(error, StorageError):

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from functools import partial
 
 from tierstore.clock import Clock
 from tierstore.errors import IntegrityError, NotFoundError, PartialError, RefusedError, TierStoreError
@@ -32,6 +31,7 @@ from tierstore.tiers.mending import Mended, Unmended, mend_document, mend_shard
 from tierstore.tiers.mending_documents import remade_documents
 from tierstore.tiers.mending_logs import mend_log_copies, mend_record
 from tierstore.tiers.progress import Progress
+from tierstore.tiers.quarantine import quarantine
 from tierstore.tiers.sources import sources_of
 from tierstore.tiers.tier import Tier, Tiers, ensure_tier
 from tierstore.tiers.together import together
@@ -324,27 +324,10 @@ async def _repair_copy(
 
 async def _quarantine(repairing: _Repairing, info: CheckpointInfo, tier: Tier, damaged: Mapping[str, str]) -> None:
     """Records what stays damaged, so that no tier drops a good copy because this one seems to stand."""
-    if many_disks(repairing.tiers, tier, info.world_size):
-        return
-    for file, detail in damaged.items():
-        try:
-            await append(
-                repairing.tiers.authority.storage,
-                info.attempt,
-                "quarantined",
-                {"tier": tier.name, "file": file, "detail": detail},
-                clock=repairing.context.clock,
-                allow=partial(_is_new, (tier.name, file)),
-            )
-        except RefusedError:
-            continue  # it is recorded already
-        except TierStoreError as error:
-            where = f"checkpoint={info.attempt.folder} tier={tier.name} file={file}"
-            log.warning("%s damage not recorded: %s", where, error.message)
-
-
-def _is_new(damage: tuple[str, str], records: Sequence[Record]) -> bool:
-    return damage not in fold(records).quarantined
+    try:
+        await quarantine(repairing.tiers, info.attempt, tier, damaged, world_size=info.world_size, clock=repairing.context.clock)
+    except TierStoreError as error:
+        log.warning("checkpoint=%s tier=%s damage not recorded: %s", info.attempt.folder, tier.name, error.message)
 
 
 def _of_ranks(name: str, info: CheckpointInfo, tier: Tier) -> bool:

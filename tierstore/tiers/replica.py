@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from tierstore.errors import IntegrityError, NotFoundError, StorageError
@@ -23,7 +24,7 @@ from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.fetching import BUDGET_NBYTES, fetch
 from tierstore.tiers.index_pages import IndexPages, read_whole
 from tierstore.tiers.leases import Lease
-from tierstore.tiers.passed_over import BadCopy, PassedOver
+from tierstore.tiers.passed_over import BadCopy, OnDamage, PassedOver
 from tierstore.tiers.reads import AnyWant, ReadCost, Span, Want, plan_spans
 from tierstore.tiers.sources import Source, sources_of
 from tierstore.tiers.tier import Tier, Tiers
@@ -60,6 +61,7 @@ class Replica:
         budget_nbytes: int = BUDGET_NBYTES,
         run: Run | None = None,
         lease: Lease | None = None,
+        on_damage: OnDamage | None = None,
     ) -> None:
         self.info = info
         self.lease = lease
@@ -68,7 +70,7 @@ class Replica:
             self._finish.atexit = False
         self.bytes_fetched: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
-        self._passed = PassedOver(info, sources, lease)
+        self._passed = PassedOver(info, sources, lease, on_damage)
         self.manifest: Manifest
         self.index: RoutingIndex
         self._run = run
@@ -211,7 +213,7 @@ class Replica:
                     self.bytes_fetched[tier.name] += end - begin
                     self._passed.answers(tier)
                 except (StorageError, NotFoundError, IntegrityError) as error:
-                    self._passed.note(source, span.file, error)
+                    self._passed.note(source, span.file, error, partial(tier.storage.read, self.info.attempt.path(span.file), end - 1, 1))
                     left.append((begin, end))
                     continue
                 if verify:
@@ -258,7 +260,8 @@ class Replica:
                 self.bytes_fetched[source.tier.name] += len(data)
                 await asyncio.to_thread(prove, data)
             except (StorageError, NotFoundError, IntegrityError) as error:
-                self._passed.note(source, name, error)
+                path = self.info.attempt.path(name)
+                self._passed.note(source, name, error, partial(_read_and_prove, source.tier, path, begin, nbytes, prove))
                 continue
             return data
         raise await self._passed.no_copy(name)
@@ -373,6 +376,7 @@ async def open_replica(
     run: Run | None = None,
     objects: bool = False,
     lease: Lease | None = None,
+    on_damage: OnDamage | None = None,
 ) -> Replica:
     """Opens a checkpoint: reads manifest and index from the nearest tier that has good copies of them.
 
@@ -384,6 +388,7 @@ async def open_replica(
             the rows that are asked for. None: as a whole.
         objects: The objects are wanted as well, and read at the same time.
         lease: A hold on it, which the reads that fail ask what became of it (`Leases.open` does both).
+        on_damage: Told what is damaged in copies that are recorded as whole.
 
     Raises:
         IntegrityError: No tier has a good manifest or index; lists each tier and its reason.
@@ -401,9 +406,13 @@ async def open_replica(
         )
         raise error if lease is None else await lease.explain(error)
     budget = tiers.scratch_nbytes if budget_nbytes is None else budget_nbytes
-    replica = Replica(info, sources, budget_nbytes=budget, run=run, lease=lease)
+    replica = Replica(info, sources, budget_nbytes=budget, run=run, lease=lease, on_damage=on_damage)
     await replica._open(objects=objects)
     return replica
+
+
+async def _read_and_prove(tier: Tier, path: str, begin: int, nbytes: int | None, prove: Callable[[bytes], None]) -> None:
+    await asyncio.to_thread(prove, await tier.storage.read(path, begin, nbytes))
 
 
 def _cost_of(tier: Tier) -> ReadCost:

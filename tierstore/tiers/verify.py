@@ -1,4 +1,5 @@
-"""Verify: does each tier hold what was promised? Findings with stable codes; nothing is deleted, moved or mended (PROTOCOLS.md §7).
+"""Verify: does each tier hold what was promised? Findings with stable codes; nothing is deleted, moved or mended (PROTOCOLS.md §7);
+where it is wanted, damage is noted in the log.
 
 Levels: ``quick`` reads logs, their copies, manifests and indexes, and compares sizes (and, where it was recorded, what the server says
 of each object: its checksum or ETag, by HEAD, without a download). ``sample`` also reads one of n groups of blocks, and the small
@@ -22,6 +23,7 @@ from tierstore.tiers.leases import hold_lease
 from tierstore.tiers.log import read_log
 from tierstore.tiers.log_facts import fold
 from tierstore.tiers.progress import NO_PROGRESS, Progress
+from tierstore.tiers.quarantine import counts, quarantine
 from tierstore.tiers.tier import Tier, Tiers
 from tierstore.tiers.together import together
 from tierstore.tiers.verify_files import Level, Looking, Verifying, verify_copy
@@ -35,6 +37,7 @@ LEASE_TTL_S = 600.0
 """How long a collector waits for the next beat of a lease, where no policy says it. Seconds."""
 
 _COPIES_AT_ONCE = 4
+_DAMAGED_FILE = ("V101", "V102", "V103", "V104")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,7 @@ async def verify(
     clock: Clock | None = None,
     lease_ttl_s: float = LEASE_TTL_S,
     leases: bool = True,
+    note_damage: bool = False,
 ) -> VerifyReport:
     """Checks the committed checkpoints of a run on every tier.
 
@@ -91,6 +95,8 @@ async def verify(
         clock: Of the leases; the system's if None.
         lease_ttl_s: How long a lease outlives its last beat, in seconds.
         leases: Hold them; False: not a byte is written anywhere, and a checkpoint may go while it is read.
+        note_damage: Note in the log what is damaged on the authority and the tiers after it, so that no eviction relies on such a copy.
+            Where that can't be written, one warning says so.
 
     Raises:
         UsageError: No such tier.
@@ -105,6 +111,7 @@ async def verify(
     catalog = await scan(tiers, run)
     leasing = _Leasing(tiers=tiers, clock=clock or SystemClock(), ttl_s=lease_ttl_s, warned=set(), wanted=leases and level != "quick")
     logs = Looking(work=work, tier=tiers.authority.name)
+    noting = _Noting(tiers=tiers, clock=leasing.clock, wanted=note_damage)
 
     def wanted(attempt: Attempt) -> bool:
         return steps is None or attempt.step in steps
@@ -112,7 +119,8 @@ async def verify(
     await look_at_authority(logs, tiers, catalog, wanted)
     found = list(logs.findings)
     for tier in chosen:
-        found += await _verify_tier(work, leasing, catalog, tier, [c for c in reversed(catalog.checkpoints) if wanted(c.attempt)], steps)
+        infos = [c for c in reversed(catalog.checkpoints) if wanted(c.attempt)]
+        found += await _verify_tier(work, leasing, noting, catalog, tier, infos, steps)
     return VerifyReport(
         run=run,
         level=level,
@@ -180,8 +188,35 @@ class _Leasing:
             yield
 
 
+@dataclass(slots=True, kw_only=True)
+class _Noting:
+    """Whether damage is noted in the log; not any more where that failed once."""
+
+    tiers: Tiers
+    clock: Clock
+    wanted: bool
+
+    async def note(self, info: CheckpointInfo, tier: Tier, findings: Sequence[Finding]) -> None:
+        if not (self.wanted and counts(self.tiers, tier)) or info.damaged or info.authority_lost:
+            return
+        damage = {f.file: f.detail for f in findings if f.code in _DAMAGED_FILE}
+        known = info.records[-1].seq
+        try:
+            await quarantine(self.tiers, info.attempt, tier, damage, world_size=info.world_size, clock=self.clock, known=known)
+        except TierStoreError as error:
+            if self.wanted:
+                log.warning("run=%s what is damaged can't be noted in the log, and may be relied on: %s", info.run, error.message)
+            self.wanted = False
+
+
 async def _verify_tier(
-    work: Verifying, leasing: _Leasing, catalog: Catalog, tier: Tier, infos: Sequence[CheckpointInfo], steps: Collection[int] | None
+    work: Verifying,
+    leasing: _Leasing,
+    noting: _Noting,
+    catalog: Catalog,
+    tier: Tier,
+    infos: Sequence[CheckpointInfo],
+    steps: Collection[int] | None,
 ) -> list[Finding]:
     """Everything on one tier: what belongs to no checkpoint, then the checkpoints, newest first."""
     about = Looking(work=work, tier=tier.name)
@@ -214,7 +249,9 @@ async def _verify_tier(
         except NotFoundError as error:  # the checkpoint was deleted since the catalog was read
             log.info("checkpoint=%s %s", info.attempt.folder, error.message)
             return []
-        return await _still_promised(work.tiers, info, tier, looking.findings)
+        left = await _still_promised(work.tiers, info, tier, looking.findings)
+        await noting.note(info, tier, left)
+        return left
 
     found = await together(one, infos, at_once=_COPIES_AT_ONCE)
     if skipped:

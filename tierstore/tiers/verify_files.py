@@ -124,7 +124,7 @@ async def verify_copy(looking: Looking, info: CheckpointInfo, tier: Tier) -> Non
         if name in looking.proved:
             looking.note("V115", name, "found damaged earlier; every byte of it is good now")
         elif not any(f.file == name for f in looking.findings):
-            looking.note("V115", name, "found damaged while it was copied")
+            looking.note("V115", name, "found damaged earlier")
 
 
 async def _recorded_facts(looking: Looking, info: CheckpointInfo, tier: Tier, facts: LogFacts) -> Mapping[str, Any]:
