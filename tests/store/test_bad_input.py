@@ -310,3 +310,22 @@ def test_a_bucket_further_on_that_can_not_be_used_stops_no_save_and_gets_everyth
     with tierstore.open({"version": 1, "run": "r", "tiers": [right]}) as store:
         assert_same_state(store.load(1), state_of(1))
     no_secrets(tmp_path, secrets=[CANARY, s3_options["secret"]])
+
+
+def test_a_disk_that_is_unmounted_while_training_acknowledges_nothing_and_goes_on_when_it_is_back(tmp_path: Path) -> None:
+    """An empty folder is left where the shared file system was: no second store is begun there."""
+    node, shared, away = tmp_path / "node", tmp_path / "shared", tmp_path / "away"
+    with tierstore.open([str(node), str(shared)], run="r") as store:
+        store.save(1, {"w": torch.ones(8)}).wait("committed", 60)
+        shared.rename(away)
+        shared.mkdir()
+        ticket = store.save(2, {"w": torch.zeros(8)})
+        ticket.wait("node", 60)
+        with pytest.raises(DeadlineError):
+            ticket.wait("committed", 2)
+        assert any("has lost its tierstore.json" in str(error) for error in ticket.errors)
+        assert list(shared.iterdir()) == []
+        shared.rmdir()
+        away.rename(shared)
+        ticket.wait("committed", 60)
+        assert [c.step for c in store.checkpoints()] == [1, 2]

@@ -32,7 +32,7 @@ from tierstore.tiers.retention import Reason
 from tierstore.tiers.retry import Backoff, Verdict, judge
 from tierstore.tiers.saves import Save, SaveQueue, closed_before_written, save_error
 from tierstore.tiers.tending import Tending
-from tierstore.tiers.tier import Tier, Tiers, ensure_tier
+from tierstore.tiers.tier import Tier, Tiers, ensure_tier, still_there
 from tierstore.tiers.together import happens, only_ours_to_cancel
 from tierstore.tiers.view import AttemptView, further, staging
 
@@ -185,6 +185,7 @@ class Engine:
     async def persist_to(self, save: Save, tier: Tier) -> None:
         job = save.job
         await ensure_tier(self.tiers, tier)
+        await still_there(self.tiers, tier)
         limit = self.context.limits.get(tier.name)
         shard: Source = job.shard if limit is None else ThrottledSource(job.shard, limit)
         save.reason = f"being written to {tier.name}"

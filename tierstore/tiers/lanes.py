@@ -18,7 +18,7 @@ from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.jobs import PendingCopy, WorkerOptions
 from tierstore.tiers.locks import RunLock
 from tierstore.tiers.retry import Backoff, Verdict, judge
-from tierstore.tiers.tier import Tier, ensure_tier
+from tierstore.tiers.tier import Tier, ensure_tier, still_there
 from tierstore.tiers.together import happens, only_ours_to_cancel
 from tierstore.tiers.view import AttemptView
 
@@ -193,6 +193,7 @@ class Lane:
     async def _advance(self, entry: Entry) -> Outcome:
         """Under the lock; while another process has it, only looks at how far that one has come."""
         await ensure_tier(self.context.tiers, self.tier)
+        await still_there(self.context.tiers, self.tier)
         due = entry.give_up_at is not None and self.context.clock.monotonic() >= entry.give_up_at
         locked = False
         try:

@@ -238,9 +238,8 @@ async def _make(opened: Tiers, found: dict[str, str | None], must_work: set[str]
                 raise _unusable(tier, error, authority) from error
             opened.outages[tier.name] = Outage(error=error, since=time.monotonic())
             log.warning("tier=%s can't be written and is left out for now: %s", tier.name, error.message)
-    if store_id == opened.store_id:
-        return opened
-    return replace(opened, store_id=store_id)
+    there = frozenset(t.name for t in ordered if t.name not in opened.outages and not (wait and t.name == authority.name))
+    return replace(opened, store_id=store_id, described=there)
 
 
 def _common_id(found: dict[str, str | None], authority: Tier, tiers: tuple[Tier, ...]) -> str | None:

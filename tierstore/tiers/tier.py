@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import logging
 import time
@@ -16,6 +17,7 @@ from tierstore.errors import (
     NotFoundError,
     RefusedError,
     StorageError,
+    TemporaryError,
     TierStoreError,
     UsageError,
     VersionError,
@@ -36,6 +38,7 @@ __all__ = [
     "make_descriptor",
     "read_store_id",
     "recheck",
+    "still_there",
     "wrong_store",
 ]
 
@@ -88,7 +91,7 @@ class Tiers:
     `outages` names the tiers that did not answer when the store was opened. Their descriptor has not been checked yet: `ensure_tier`
     does so before anything is written there, and takes them off the list. `scratch_nbytes` is memory that one load may use beside what
     it fills. `refusal`: why nothing may be written, where that is so. `upload_grace_s`: an upload that began longer ago, by the server's
-    clock, has no living writer.
+    clock, has no living writer. `described`: the tiers that had their descriptor when they were opened for writing.
     """
 
     tiers: tuple[Tier, ...]
@@ -99,6 +102,7 @@ class Tiers:
     scratch_nbytes: int = BUDGET_NBYTES
     refusal: RefusedError | None = None
     upload_grace_s: float = UPLOAD_GRACE_S
+    described: frozenset[str] = frozenset()
 
     def check_writable(self) -> None:
         """For who is about to write.
@@ -201,6 +205,24 @@ async def ensure_tier(tiers: Tiers, tier: Tier, *, create: bool = True) -> None:
         raise wrong_store(tier, found, tiers.store_id)
     tiers.outages.pop(tier.name, None)
     log.warning("tier=%s answers again", tier.name)
+
+
+async def still_there(tiers: Tiers, tier: Tier) -> None:
+    """Before a long-lived writer writes: whether a local tier is still the place that was opened.
+
+    A disk that was unmounted leaves an empty folder, and writing there would make a second store, on the wrong disk, that acknowledges.
+
+    Raises:
+        TemporaryError: Its descriptor is gone: the work waits for it.
+    """
+    path = tier.storage.local_path(DESCRIPTOR) if tier.name in tiers.described else None
+    if path is not None and not await asyncio.to_thread(path.exists):
+        raise TemporaryError(
+            f"tier {tier.name!r} at {tier.uri} has lost its {DESCRIPTOR} since it was opened",
+            hint="is its disk still mounted? The work goes on when it is back; if it was emptied for good, end the job and run "
+            "`tierstore recover`",
+            tier=tier.name,
+        )
 
 
 async def recheck(tiers: Tiers, tier: Tier) -> None:
