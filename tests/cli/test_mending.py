@@ -198,3 +198,13 @@ def test_a_subset_and_another_level_contradict_each_other(store: Path) -> None:
     assert call("verify", "--level", "full", "--read-data-subset", "1/7").exit_code == 2
     assert call("verify", "--level", "quick", "--read-data-subset", "5%").exit_code == 2
     assert call("verify", "--read-data-subset", "5%", "--json").exit_code == 0
+
+
+def test_verify_notes_damage_in_the_log_and_a_dry_run_does_not(store: Path) -> None:
+    flip(shard(store, "far", 20))
+    logs = sorted((store / "shared" / "sft" / ".log").rglob("*.json"))
+    assert call("verify", "-n", "--level", "full").exit_code == 6
+    assert sorted((store / "shared" / "sft" / ".log").rglob("*.json")) == logs
+    assert call("verify", "--level", "full").exit_code == 6
+    (made,) = set((store / "shared" / "sft" / ".log").rglob("*.json")) - set(logs)
+    assert '"quarantined"' in made.read_text()
