@@ -31,7 +31,7 @@ demo: $(VENV)/.demo
 	$(bin)/tierstore demo $(ARGS)
 
 test: $(VENV)/.dev
-	$(python) -m pytest $(if $(JOBS),-n $(JOBS) --dist loadfile) $(ARGS)
+	$(python) -m pytest $(if $(JOBS),-n $(JOBS) --dist loadfile --no-loadscope-reorder) $(ARGS)
 
 check: $(VENV)/.dev
 	$(bin)/ruff check .

@@ -14,6 +14,23 @@ from tierstore.testing.servers import MotoServer, NamedServer, S3Server, Seaweed
 
 LONG = "TIERSTORE_TEST_LONG"
 
+SLOW = (
+    "tests/ranks",
+    "tests/dcp",
+    "tests/cli/test_demo",
+    "tests/docs/test_examples",
+    "tests/faults",
+    "tests/crash",
+    "tests/adopt",
+    "tests/store",
+    "tests/soak",
+    "tests/stateful",
+    "tests/protocols/test_repair",
+    "tests/protocols/test_store_crash_states",
+    "tests/protocols/test_worker",
+)
+"""Where the slow tests are."""
+
 # Derandomised: what CI finds, a second run finds too. The long profile explores.
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=100, print_blob=True)
 hypothesis.settings.register_profile(
@@ -30,7 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long runs take as long as they take, where a test does not say its own limit."""
+    """Slow files go first, so that no worker has one left at the end. Long runs take as long as they take, where a test says no limit."""
+    items.sort(key=lambda item: not item.nodeid.startswith(SLOW))  # stable: within a file nothing moves
     if _is_long(config):
         for item in items:
             if item.get_closest_marker("timeout") is None:

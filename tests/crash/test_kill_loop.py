@@ -16,7 +16,7 @@ def test_every_acknowledged_save_survives_kill_9(tmp_path: Path, pytestconfig: p
     tiers = [str(tmp_path / "node"), str(tmp_path / "shared"), {"name": "far", "uri": str(tmp_path / "far"), "scope": "shared"}]
     moments = random.Random(int.from_bytes(os.urandom(4), "big"))
     acked: set[int] = set()
-    for turn in range(200 if pytestconfig.getoption("--long") else 5):
+    for turn in range(200 if pytestconfig.getoption("--long") else 2):
         child = Child(tiers, steps=10_000, sync=False, env={}, errors=tmp_path / "errors")
         lines: list[str] = []
         for line in child.lines():

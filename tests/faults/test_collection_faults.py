@@ -134,7 +134,7 @@ def test_whatever_fails_in_a_housekeeping_loses_nothing_and_the_next_one_finishe
         return {name: MemoryStorage(storage.uri, storage.files) for name, storage in built.items() if isinstance(storage, MemoryStorage)}
 
     count = counted(copies(), kind, run_virtually)
-    numbers = numbers_of(count, count if long_run else 16, kind)
+    numbers = numbers_of(count, count if long_run else 7, kind)
     print(f"{kind}: {len(numbers)} of {count} operations")
     for nth in numbers:
         run_virtually(meet(copies(), FaultPlan(kind, nth)))
@@ -161,5 +161,5 @@ def test_whatever_fails_in_a_housekeeping_on_folders_and_a_real_server_is_finish
                 await storage.close()
 
     count = asyncio.run(one("count", None))
-    for nth in numbers_of(count, 60 if long_run else 2, kind):
+    for nth in numbers_of(count, 60 if long_run else 1, kind):
         asyncio.run(one(str(nth), FaultPlan(kind, nth)))

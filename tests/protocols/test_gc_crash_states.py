@@ -152,7 +152,7 @@ def violation(ops: Sequence[Op], recorded: Recorded) -> str:
 
 
 def test_after_a_power_failure_at_any_instant_of_a_deletion_the_promises_hold(recorded: Recorded, long_run: bool) -> None:
-    states = states_of(recorded.ops, recorded.start, limit=4096 if long_run else 64)
+    states = states_of(recorded.ops, recorded.start, limit=4096 if long_run else 32)
     print(f"{len(states)} states")
     assert len(states) > 10
     for state in states:
@@ -161,7 +161,7 @@ def test_after_a_power_failure_at_any_instant_of_a_deletion_the_promises_hold(re
 
 def test_after_a_power_failure_the_next_collector_finishes(recorded: Recorded, long_run: bool) -> None:
     states = states_of(recorded.ops, recorded.start, limit=64)
-    chosen = states if long_run or len(states) <= 30 else random.Random(1).sample(states, 30)
+    chosen = states if long_run or len(states) <= 12 else random.Random(1).sample(states, 12)
     for state in chosen:
         run_virtually(check_disk(state, recorded, finish=True))
 

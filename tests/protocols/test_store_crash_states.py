@@ -194,7 +194,7 @@ def test_after_a_power_failure_the_next_process_adopts_saves_and_fills_every_tie
     recording: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_run: bool
 ) -> None:
     states = all_states(without_temporaries(recording.fs.ops), recording.start)
-    chosen = states if long_run else bounded(states, 40)
+    chosen = states if long_run else bounded(states, 20)
     print(f"{len(chosen)} of {len(states)} states")
     for number, state in enumerate(chosen):
         check_recovery(state, tmp_path / str(number), recording, monkeypatch)
@@ -205,7 +205,7 @@ def test_what_a_power_failure_leaves_of_temporaries_is_in_nobodys_way(
 ) -> None:
     states = [state for state in all_states(recording.fs.ops, recording.start, limit=8) if any(".tmp/" in path for path in state.files)]
     assert all(state.sampled for state in states[-10:])
-    for number, state in enumerate(bounded(states, 1000 if long_run else 15)):
+    for number, state in enumerate(bounded(states, 1000 if long_run else 7)):
         check_both(state, tmp_path / str(number), recording, monkeypatch)
 
 

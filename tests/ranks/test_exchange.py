@@ -127,7 +127,7 @@ def loads_at_random(rank: int, world_size: int, folder: Path, seeds: int) -> Any
 
 
 def test_whatever_ranks_wish_for_and_have_on_their_nodes_they_get_the_truth(tmp_path: Path, long_run: bool) -> None:
-    seeds = 500 if long_run else 40
+    seeds = 500 if long_run else 20
     assert run_ranks(4, loads_at_random, tmp_path, seeds=seeds) == [seeds] * 4
 
 

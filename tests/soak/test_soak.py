@@ -136,7 +136,7 @@ def test_promises_hold_through_saves_prunes_collections_and_kills(
     committed: set[int] = set()
     pinned: set[int] = set()
     before = asyncio.run(look(config))
-    ends = time.monotonic() + (300.0 if long_run else 15.0)
+    ends = time.monotonic() + (300.0 if long_run else 8.0)
     turn = swept = 0
     while turn < 3 or time.monotonic() < ends or (not swept and turn < 50):
         turn += 1

@@ -452,7 +452,7 @@ def run_machine(machine: type[Clients], *, examples: int, steps: int, long_run: 
 
 
 def test_two_clients_keep_the_promises(long_run: bool) -> None:
-    run_machine(Clients, examples=18, steps=30, long_run=long_run)
+    run_machine(Clients, examples=10, steps=30, long_run=long_run)
     for what in ("died", "swept", "evicted", "expired"):
         assert Clients.seen[what], f"it never came to this: {what}"
 
@@ -466,4 +466,4 @@ def test_two_clients_keep_the_promises_on_real_folders(tmp_path: Path, monkeypat
             root = Path(tempfile.mkdtemp(dir=tmp_path))
             return {name: PosixStorage(root / name, durable=False) for name in NAMES}
 
-    run_machine(OnFolders, examples=4, steps=20, long_run=long_run)
+    run_machine(OnFolders, examples=2, steps=20, long_run=long_run)

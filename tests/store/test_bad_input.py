@@ -324,6 +324,8 @@ def test_a_disk_that_is_unmounted_while_training_acknowledges_nothing_and_goes_o
         with pytest.raises(DeadlineError):
             ticket.wait("committed", 2)
         assert any("has lost its tierstore.json" in str(error) for error in ticket.errors)
+        with pytest.raises(SaveError, match="has lost its"):
+            store.raise_errors()
         assert list(shared.iterdir()) == []
         shared.rmdir()
         away.rename(shared)

@@ -19,13 +19,17 @@ from trainer_child import state_of
 
 import tierstore
 from tierstore.clock import SystemClock
-from tierstore.errors import CondemnedError, DeadlineError, SaveError
+from tierstore.config import load_config
+from tierstore.errors import CondemnedError, DeadlineError, RefusedError, SaveError
 from tierstore.storage.s3 import S3Storage
 from tierstore.storage.s3_options import split_s3_uri
 from tierstore.testing.equality import assert_same_state
 from tierstore.testing.proxy import CuttingProxy, Rule
 from tierstore.testing.servers import S3Server, SeaweedServer
 from tierstore.tiers.log import decide_fate
+from tierstore.tiers.opening import rejoin
+from tierstore.tiers.recover import recover
+from tierstore.tiers.session import Session
 
 pytestmark = pytest.mark.s3
 
@@ -138,7 +142,7 @@ def test_a_trainer_killed_in_mid_upload_is_finished_by_the_next_process(
             assert_same_state(store.load(step), state_of(step, NBYTES))
 
 
-def test_the_bucket_alone_is_enough_to_go_on_and_says_loudly_that_the_authority_is_lost(
+def test_the_bucket_alone_is_enough_and_it_is_said_loudly_that_the_authority_is_lost(
     tmp_path: Path, s3_server: S3Server, s3_bucket: str, s3_options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     config = three_tiers(tmp_path, object_tier(s3_bucket, s3_options))
@@ -149,14 +153,20 @@ def test_the_bucket_alone_is_enough_to_go_on_and_says_loudly_that_the_authority_
         shutil.rmtree(tmp_path / folder)
     caplog.clear()
     with caplog.at_level(logging.WARNING), tierstore.open(config) as store:
-        resumed = store.resume()
-        assert resumed is not None
-        assert resumed.step == 2
-        assert resumed.checkpoint.authority_lost
-        assert_same_state(resumed.state, state_of(2, NBYTES))
+        assert_same_state(store.load(), state_of(2, NBYTES))
         assert_same_state(store.load(1), state_of(1, NBYTES))
         assert "the authority's log knows nothing of it" in caplog.text
         assert "tierstore recover" in caplog.text
+        with pytest.raises(RefusedError, match="is empty, but object holds checkpoints"):
+            store.resume()
+    with Session.open(load_config(config), lost="recover") as session:
+        assert session.run(recover(session.tiers, "cycle", clock=SystemClock())).ok
+        session.run(rejoin(session.tiers))
+    with tierstore.open(config) as store:
+        resumed = store.resume()
+        assert resumed is not None
+        assert resumed.step == 2
+        assert_same_state(resumed.state, state_of(2, NBYTES))
         store.save(3, state_of(3, NBYTES)).wait("durable", WITHIN)
     assert unfinished(s3_server, s3_bucket) == []
 

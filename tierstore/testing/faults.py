@@ -70,13 +70,15 @@ class FaultPlan:
             return True
 
 
-def sweep(kind: FaultKind, *, operations: Collection[str] = OPERATIONS, match: str = "", limit: int = 10_000) -> Iterator[FaultPlan]:
-    """Plans for n = 1, 2, 3 … that end after the first run that met no fault.
+def sweep(
+    kind: FaultKind, *, operations: Collection[str] = OPERATIONS, match: str = "", limit: int = 10_000, step: int = 1
+) -> Iterator[FaultPlan]:
+    """Plans for n = 1, 2, 3 …, or each `step`-th of them, that end after the first run that met no fault.
 
     Raises:
         AssertionError: After `limit` plans the run still meets faults, or the first run made no operation at all.
     """
-    for nth in range(1, limit + 1):
+    for nth in range(1, limit + 1, step):
         plan = FaultPlan(kind, nth, operations=operations, match=match)
         yield plan
         if not plan.fired:

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tierstore.errors import (
+    AccessError,
     ConfigError,
     ConflictError,
     IntegrityError,
     NotFoundError,
     RefusedError,
     StorageError,
-    TemporaryError,
     TierStoreError,
     UsageError,
     VersionError,
@@ -213,11 +213,12 @@ async def still_there(tiers: Tiers, tier: Tier) -> None:
     A disk that was unmounted leaves an empty folder, and writing there would make a second store, on the wrong disk, that acknowledges.
 
     Raises:
-        TemporaryError: Its descriptor is gone: the work waits for it.
+        AccessError: Its descriptor is gone: a person is told, and the work waits for it.
     """
-    path = tier.storage.local_path(DESCRIPTOR) if tier.name in tiers.described else None
+    counts = tier.scope == "shared" or tiers.is_authority(tier)  # a node's own tier decides nothing, and is made anew after each boot
+    path = tier.storage.local_path(DESCRIPTOR) if counts and tier.name in tiers.described else None
     if path is not None and not await asyncio.to_thread(path.exists):
-        raise TemporaryError(
+        raise AccessError(
             f"tier {tier.name!r} at {tier.uri} has lost its {DESCRIPTOR} since it was opened",
             hint="is its disk still mounted? The work goes on when it is back; if it was emptied for good, end the job and run "
             "`tierstore recover`",
