@@ -231,9 +231,9 @@ class CuttingProxy:
                     await writer.wait_closed()
                     raise _Cut
                 continue
+            self.body_nbytes += len(piece) if counted else 0  # before it is passed on: whoever has read it may look at once
             writer.write(piece)
             await writer.drain()
-            self.body_nbytes += len(piece) if counted else 0
 
 
 class LatencyProxy(CuttingProxy):
