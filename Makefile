@@ -11,8 +11,8 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 # Where CPU builds of torch come from when the package index has only CUDA builds (gigabytes); empty: never look there.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-# Parallel test processes. One file's tests stay together, because they share a server.
-JOBS ?= 2
+# Parallel test processes: more than cores, for many tests wait. One file's tests stay together, because they share a server.
+JOBS ?= 3
 # More for pytest, e.g. make test ARGS="-k promote" or ARGS=--long
 ARGS ?=
 

@@ -25,7 +25,7 @@ from tierstore.tiers.verify import verify
 
 KINDS: tuple[FaultKind, ...] = ("error_before", "error_after", "short_read", "bit_flip", "no_space", "cancel", "hang")
 RULES = {"poll_s": 0.005, "retry_first_s": 0.005, "retry_most_s": 0.05, "patience_s": 0.3}
-PER_KIND = 6
+PER_KIND = 3
 """How many of all operations are tried without ``--long``."""
 NEVER = 1_000_000
 
