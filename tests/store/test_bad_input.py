@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,11 @@ from tierstore.errors import (
 )
 from tierstore.testing.equality import assert_same_state
 from tierstore.testing.servers import S3Server
+from tierstore.tiers import advance
+from tierstore.tiers.copies import document_replica
+from tierstore.tiers.copying import CopyContext
+from tierstore.tiers.tier import Tier
+from tierstore.tiers.view import AttemptView
 
 CANARY = "canary-5ecret-8b1f"
 WITHIN = 60
@@ -317,6 +323,7 @@ def test_a_disk_that_is_unmounted_while_training_acknowledges_nothing_and_goes_o
     node, shared, away = tmp_path / "node", tmp_path / "shared", tmp_path / "away"
     with tierstore.open([str(node), str(shared)], run="r") as store:
         store.save(1, {"w": torch.ones(8)}).wait("committed", 60)
+        store.sync(60)  # nothing else is under way that could tell of it first
         shared.rename(away)
         shared.mkdir()
         ticket = store.save(2, {"w": torch.zeros(8)})
@@ -331,3 +338,30 @@ def test_a_disk_that_is_unmounted_while_training_acknowledges_nothing_and_goes_o
         away.rename(shared)
         ticket.wait("committed", 60)
         assert [c.step for c in store.checkpoints()] == [1, 2]
+
+
+def test_a_disk_that_is_unmounted_while_it_is_copied_from_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing on it is away, not damaged: the copy to the node is completed when the disk is back."""
+    node, shared, away = tmp_path / "node", tmp_path / "shared", tmp_path / "away"
+
+    async def unmounted(context: CopyContext, view: AttemptView, tier: Tier) -> None:
+        if not away.exists():
+            shared.rename(away)
+            shared.mkdir()
+        await document_replica(context, view, tier)
+
+    with tierstore.open([str(node), str(shared)], run="r") as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(advance, "document_replica", unmounted)
+            ticket = store.save(1, {"w": torch.ones(8)})
+            ticket.wait("committed", 60)
+            end = time.monotonic() + 60
+            while not any("has lost its tierstore.json" in str(error) for error in ticket.errors):
+                assert time.monotonic() < end, "the copy that found nothing was not said to wait for the disk"
+                time.sleep(0.01)
+        shared.rmdir()
+        away.rename(shared)
+        with pytest.raises(SaveError, match="has lost its"):
+            store.raise_errors()
+        store.sync(60)
+    assert len(list(node.glob("r/step-*/manifest.json"))) == 1

@@ -194,6 +194,14 @@ class Lane:
         """Under the lock; while another process has it, only looks at how far that one has come."""
         await ensure_tier(self.context.tiers, self.tier)
         await still_there(self.context.tiers, self.tier)
+        try:
+            return await self._advance_locked(entry)
+        except TierStoreError:
+            for tier in self.context.tiers:  # what a source lacks that was unmounted meanwhile is away, not damaged
+                await still_there(self.context.tiers, tier)
+            raise
+
+    async def _advance_locked(self, entry: Entry) -> Outcome:
         due = entry.give_up_at is not None and self.context.clock.monotonic() >= entry.give_up_at
         locked = False
         try:
@@ -241,7 +249,7 @@ class Lane:
             log.warning("tier=%s checkpoint=%s will be tried again: %s", self.tier.name, entry.attempt.folder, error.message)
         self.trouble = error
         self.failing_since = now if self.failing_since is None else self.failing_since
-        self._not_before = now + (self.options.retry_most_s if verdict is Verdict.REPORT else self._backoff.next_s())
+        self._not_before = now + self._backoff.next_s()
         entry.not_before = self._not_before + self.options.poll_s  # others get their turn first: the fault may be this one's alone
         entry.reason = f"failed, tried again: {self.last_error}"
         if entry.reported != type(error).__name__:
