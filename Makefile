@@ -59,4 +59,5 @@ $(VENV)/.demo: $(VENV)/.torch
 $(VENV)/.dev: $(VENV)/.torch
 	@echo "installing tierstore, its tests and tools"
 	@$(pip) -e '.[dev]'
+	@$(pip) --no-deps datasets torchtitan
 	@touch $@ $(VENV)/.demo
