@@ -221,6 +221,14 @@ class Checkpoint(Mapping[str, LazyTensor]):
             dry_run=dry_run,
         )
 
+    def fill(self, fills: Sequence[Fill]) -> None:
+        """Reads boxes of stored tensors, each into memory of the caller's, in one go; for doors that lay bytes out for themselves.
+
+        Raises:
+            IntegrityError: There are no good bytes.
+        """
+        fill_all(self.replica, self._run, fills)
+
     def close(self) -> None:
         """Ends what only this checkpoint uses (of `tierstore.open_foreign`: its storage's clients); idempotent."""
         if self._on_close is not None:

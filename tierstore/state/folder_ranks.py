@@ -1,0 +1,117 @@
+"""A folder that several ranks have written: which of them stores which file, and which of them restores it.
+
+Ranks of one node see the same folder, ranks of another node another one, or all of them the same on a shared file system. So each tells
+which files it sees, once all have written theirs; a file that several see is stored by one of them, and the bytes are balanced.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from tierstore.state.agreement import Agreement, telling
+from tierstore.state.folder import SUFFIX, FolderFile, list_folder
+from tierstore.state.jointly import jointly, time_to_read
+
+__all__ = ["Share", "restore_once_a_node", "share_files"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one rank stores of a folder; `as_tensors`: it is the one whose safetensors files become tensors."""
+
+    files: tuple[FolderFile, ...]
+    as_tensors: bool
+
+
+def share_files(ranks: Agreement | None, folder: str | os.PathLike[str], what: str, *, ignore: Collection[str] = ()) -> Share:
+    """Returns when all ranks are here, that is when all have written their files.
+
+    Args:
+        ranks: Who takes part; None: this process alone.
+        folder: Where this rank's files lie.
+        what: What it is about, for messages.
+        ignore: Paths of files to leave out.
+
+    Raises:
+        NotFoundError, UsageError: As `list_folder`; on the other ranks a RankError.
+        RankError, DeadlineError: Other ranks failed, or did not come.
+    """
+    if ranks is None:
+        return Share(files=tuple(list_folder(folder, ignore=ignore)), as_tensors=True)
+    # Not `listed` before the others are here: a rank may still be writing.
+    ranks.share(f"{what}: all have written their files", b"")
+    with telling(ranks, what):
+        mine = list_folder(folder, ignore=ignore)
+    told = json.dumps([[file.path, file.nbytes] for file in mine]).encode()
+    verdict = json.loads(ranks.agree(what, told, _divide))
+    own = set(verdict["files"][ranks.rank])
+    for path in verdict["differing"] if ranks.rank == 0 else ():
+        log.warning("folder=%s file=%s has another length on other nodes: the lowest rank's is stored", folder, path)
+    return Share(files=tuple(file for file in mine if file.path in own), as_tensors=verdict["tensors"] == ranks.rank)
+
+
+def _divide(values: Sequence[bytes]) -> bytes:
+    """On rank 0: each file to one of the ranks that see it; all safetensors files that one rank sees to that rank, for names may clash."""
+    seen: dict[str, list[int]] = {}
+    sizes: dict[str, int] = {}
+    differing: list[str] = []
+    for rank, value in enumerate(values):
+        for path, nbytes in json.loads(value):
+            if path in sizes and sizes[path] != nbytes:
+                differing.append(path)
+                continue
+            seen.setdefault(path, []).append(rank)
+            sizes[path] = nbytes
+    tensors = min((ranks[0] for path, ranks in seen.items() if path.endswith(SUFFIX)), default=0)
+    loads = [0] * len(values)
+    files: list[list[str]] = [[] for _ in values]
+    first_tensors = sorted(seen, key=lambda path: (not path.endswith(SUFFIX), -sizes[path], path))
+    for path in first_tensors:
+        holder = tensors if path.endswith(SUFFIX) and tensors in seen[path] else min(seen[path], key=lambda rank: (loads[rank], rank))
+        loads[holder] += sizes[path]
+        files[holder].append(path)
+    return json.dumps({"files": files, "tensors": tensors, "differing": sorted(set(differing))}).encode()
+
+
+def restore_once_a_node(ranks: Agreement | None, what: str, target: str, nbytes: int, restore: Callable[[], None]) -> None:
+    """Has one rank of each node `restore` something at `target`; returns on all when it is there everywhere.
+
+    Rank 0 goes first, and on other nodes only those ranks restore that do not see it then: so a shared file system gets it once.
+
+    Args:
+        ranks: Who takes part; None: this process alone.
+        what: What it is about, for messages.
+        target: The folder that `restore` makes.
+        nbytes: How much will be written: so much longer may it take.
+        restore: Makes it.
+
+    Raises:
+        IntegrityError, RankError, DeadlineError: As `jointly`.
+    """
+    if ranks is None:
+        restore()
+        return
+    with time_to_read(ranks, nbytes):
+        jointly(ranks, f"{what}: on rank 0", lambda: restore() if ranks.rank == 0 else None)
+        mark = _mark(target) if ranks.rank == 0 else ""
+        mark = ranks.share(what, mark.encode()).decode()
+        lacking = ranks.rank != 0 and _mark(target) != mark
+        hosts = ranks.gather(what, (platform.node() if lacking else "").encode())
+        first = lacking and hosts.index(platform.node().encode()) == ranks.rank
+        jointly(ranks, f"{what}: on the other nodes", lambda: restore() if first else None)
+
+
+def _mark(target: str) -> str:
+    """What tells a folder from another of the same path on another node."""
+    try:
+        facts = os.stat(target)
+    except FileNotFoundError:
+        return ""
+    return f"{facts.st_ino} {facts.st_mtime_ns}"
