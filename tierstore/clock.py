@@ -7,7 +7,7 @@ import time
 from datetime import datetime, timezone
 from typing import Protocol
 
-__all__ = ["Clock", "SystemClock", "parse_utc", "utc_text"]
+__all__ = ["Clock", "SystemClock", "parse_utc", "utc_text", "when_text"]
 
 _WRITTEN = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\.[0-9]{6}Z")
 
@@ -37,6 +37,12 @@ def utc_text(at: datetime) -> str:
     if at.tzinfo is None:
         raise ValueError("times are aware UTC")
     return at.astimezone(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def when_text(at: datetime, now: datetime | None = None) -> str:
+    """A time as people read it, everywhere: ``30 Nov 14:02Z``; with the year where it is not that of `now`, or `now` is not known."""
+    utc = at.astimezone(timezone.utc)
+    return utc.strftime("%d %b %H:%MZ" if now is not None and utc.year == now.year else "%d %b %Y %H:%MZ").lstrip("0")
 
 
 def parse_utc(text: str) -> datetime:

@@ -14,10 +14,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 from tierstore.cli.demo_process import Tally
+from tierstore.cli.layout import FitTable
 from tierstore.cli.render import plain_table
 from tierstore.cli.terminal import Terminal
 from tierstore.units import format_duration
@@ -56,7 +56,7 @@ class Story:
         if facts:
             self._terminal.emit({"type": "event", "text": text, **facts})
 
-    def table(self, table: Table, heading: Text | None = None) -> None:
+    def table(self, table: FitTable, heading: Text | None = None) -> None:
         self._terminal.show("", *([heading] if heading is not None else []), table, "")
 
     def emit(self, value: Mapping[str, Any]) -> None:
@@ -110,7 +110,7 @@ def digest_verdict(story: Tally, reference: Tally, step: int) -> tuple[str, list
     ]
 
 
-def stall_table(ours: Tally, theirs: Tally) -> Table:
+def stall_table(ours: Tally, theirs: Tally) -> FitTable:
     """How long a save kept training waiting: tierstore's against ``torch.save`` and fsync of the same state to the same disk.
 
     The median step tells what the background work costs the training beside it, where both share the processors.

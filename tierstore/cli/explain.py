@@ -6,6 +6,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Annotated, Any
 
 import typer
@@ -13,10 +14,10 @@ from rich.text import Text
 
 from tierstore.cli.find import Found, find_attempts
 from tierstore.cli.options import Cli
-from tierstore.cli.plan_table import plural, verdict, when_text
+from tierstore.cli.plan_table import plural, verdict
 from tierstore.cli.render import TIER_MARKS, age_text, checkpoint_value, facts_table, plain_table
 from tierstore.cli.retain import housekeeping
-from tierstore.clock import utc_text
+from tierstore.clock import parse_utc, when_text
 from tierstore.errors import StorageError
 from tierstore.format.record import Record
 from tierstore.names import Attempt
@@ -121,11 +122,12 @@ def _tell_tiers(cli: Cli, info: CheckpointInfo, entry: PlanEntry | None, situati
 
 
 def _tell_log(cli: Cli, records: Sequence[Record]) -> None:
+    now = cli.clock.now()
     table = plain_table(("LOG", "right"), "AT", "WHAT", "BY", fold=("WHAT", "BY"))
     for record in records:
-        table.add_row(str(record.seq), f"{utc_text(record.at)[:16]}Z", record_words(record), record.actor)
+        table.add_row(str(record.seq), when_text(record.at, now), record_words(record, now), record.actor)
         value = {"type": "record", "seq": record.seq, "kind": record.kind, "at": record.at, "actor": record.actor}
-        cli.terminal.emit({**value, "words": record_words(record), "data": dict(record.data)})
+        cli.terminal.emit({**value, "words": record_words(record, now), "data": dict(record.data)})
     cli.terminal.show("", table)
 
 
@@ -140,7 +142,7 @@ def _tell_others(cli: Cli, info: CheckpointInfo, catalog: Catalog) -> None:
             cli.terminal.show(f"another attempt at this step, {attempt.name}: {state}")
 
 
-def record_words(record: Record) -> str:
+def record_words(record: Record, now: datetime | None = None) -> str:
     """One record of a log, in words."""
     data = record.data
     tier, name, reason = data.get("tier", "?"), data.get("name", "?"), data.get("reason")
@@ -154,9 +156,9 @@ def record_words(record: Record) -> str:
         "tagged": f"tagged {_list(data.get('tags'))}",
         "untagged": f"tags taken off: {_list(data.get('tags'))}",
         "metrics": f"metrics: {_pairs(data.get('metrics'))}",
-        "held": f"held '{name}' {_until(data.get('until'))}{because}",
+        "held": f"held '{name}' {_until(data.get('until'), now)}{because}",
         "released": f"hold '{name}' ended",
-        "expired": f"expired{because}; not freed before {_minute(data.get('not_before'))}",
+        "expired": f"expired{because}; not freed before {_minute(data.get('not_before'), now)}",
         "revived": f"taken back{because}",
         "evicting": f"is dropped from {tier}{because}",
         "evicted": f"dropped from {tier}",
@@ -174,12 +176,15 @@ def _pairs(value: Any) -> str:
     return " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, Mapping) else "?"
 
 
-def _until(value: Any) -> str:
-    return f"until {_minute(value)}" if value else "until it is released"
+def _until(value: Any, now: datetime | None) -> str:
+    return f"until {_minute(value, now)}" if value else "until it is released"
 
 
-def _minute(value: Any) -> str:
-    return f"{str(value)[:16]}Z" if value else "?"
+def _minute(value: Any, now: datetime | None) -> str:
+    try:
+        return when_text(parse_utc(str(value)), now) if value else "?"
+    except ValueError:
+        return str(value)
 
 
 def _tell_gone(cli: Cli, session: Session, found: Found) -> None:
@@ -213,15 +218,16 @@ def _tell_gone(cli: Cli, session: Session, found: Found) -> None:
     cli.terminal.show(facts_table(facts))
     if audit:
         table = plain_table("TIER", ("FILES", "right"), ("SIZE", "right"), "DELETED", "BY", "WHY", fold=("BY", "WHY"))
+        now = cli.clock.now()
         counts: Counter[tuple[str, str, str, str]] = Counter()
         nbytes: Counter[tuple[str, str, str, str]] = Counter()
         for line in audit:
             cli.terminal.emit({"type": "audit", **line})
-            key = (str(line.get("tier")), str(line.get("at"))[:16], str(line.get("actor")), str(line.get("why")))
+            key = (str(line.get("tier")), _minute(line.get("at"), now), str(line.get("actor")), str(line.get("why")))
             counts[key] += 1
             nbytes[key] += int(line.get("nbytes") or 0)
         for key, count in counts.items():
-            table.add_row(key[0], str(count), format_size(nbytes[key]), f"{key[1]}Z", key[2], key[3])
+            table.add_row(key[0], str(count), format_size(nbytes[key]), key[1], key[2], key[3])
         cli.terminal.show("", table)
         cli.terminal.show(Text(f"{plural(len(audit), 'line')} of the audit log, {audit_root(attempt.run)}", style="dim"))
     _tell_log(cli, records)

@@ -10,7 +10,7 @@ import typer
 
 from tierstore.cli.find import find_checkpoints
 from tierstore.cli.options import Cli
-from tierstore.clock import utc_text
+from tierstore.clock import when_text
 from tierstore.errors import NotFoundError, PartialError, TierStoreError, UsageError
 from tierstore.format.record import Record
 from tierstore.names import Attempt
@@ -89,7 +89,7 @@ def hold(
 ) -> int:
     """Hold checkpoints: while it lasts they are neither deleted nor dropped from any tier."""
     until = cli.clock.now() + timedelta(seconds=parse_duration(lasting)) if lasting else None
-    told = f"held {name!r} until {utc_text(until)[:16]}Z" if until else f"held {name!r} until it is released"
+    told = f"held {name!r} until {when_text(until, cli.clock.now())}" if until else f"held {name!r} until it is released"
     return _on_each(
         cli,
         refs,

@@ -6,6 +6,7 @@ import difflib
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
@@ -25,7 +26,7 @@ from tierstore.cli.render import (
     incomplete_value,
     plain_table,
 )
-from tierstore.clock import utc_text
+from tierstore.clock import parse_utc, when_text
 from tierstore.errors import NotFoundError, TierStoreError, UsageError
 from tierstore.format.companions import Companion, companions_in
 from tierstore.format.index import TensorEntry
@@ -131,11 +132,11 @@ def show(cli: Cli, ref: Ref = "latest") -> int:
 
 
 def _show_facts(cli: Cli, info: CheckpointInfo, manifest: Manifest | None) -> None:
-    state = checkpoint_value(info)["state"]
+    state, now = checkpoint_value(info)["state"], cli.clock.now()
     facts = [
         ("checkpoint", f"{info.run}@{info.step}"),
         ("state", state + (", its log is lost: known from replicas' copies" if info.authority_lost else "")),
-        ("committed", f"{utc_text(info.committed_at)[:19]}Z, {age_text(info.committed_at, cli.clock.now())} ago"),
+        ("committed", f"{when_text(info.committed_at, now)}, {age_text(info.committed_at, now)} ago"),
         ("folder", info.attempt.folder),
         ("size", f"{format_size(info.nbytes)} by {info.world_size} {'rank' if info.world_size == 1 else 'ranks'}"),
     ]
@@ -146,16 +147,16 @@ def _show_facts(cli: Cli, info: CheckpointInfo, manifest: Manifest | None) -> No
             facts.append(("written by", ", ".join(f"{k} {v}" for k, v in sorted(writer.items()) if isinstance(v, (str, int, float)))))
     facts += [(f"metric {name}", f"{value:.6g}") for name, value in sorted(info.metrics.items())]
     facts += [(kind, ", ".join(values)) for kind, values in (("tags", info.tags), ("pins", info.pins)) if values]
-    facts += [(f"hold {one.name}", _until(one)) for one in info.holds]
+    facts += [(f"hold {one.name}", _until(one, now)) for one in info.holds]
     if info.expired is not None:
-        facts.append(("expired", f"{info.expired.reason or 'no reason was given'}; freed from {utc_text(info.expired.not_before)[:19]}Z"))
+        facts.append(("expired", f"{info.expired.reason or 'no reason was given'}; freed from {when_text(info.expired.not_before, now)}"))
     if info.final:
         facts.append(("final", "yes"))
     cli.terminal.show(facts_table(facts))
 
 
-def _until(one: Hold) -> str:
-    end = f"until {utc_text(one.until)[:19]}Z" if one.until else "until it is released"
+def _until(one: Hold, now: datetime) -> str:
+    end = f"until {when_text(one.until, now)}" if one.until else "until it is released"
     return f"{end}: {one.reason}" if one.reason else end
 
 
@@ -187,10 +188,11 @@ def _show_replicas(cli: Cli, info: CheckpointInfo, tiers: Sequence[dict[str, Any
 
 
 def _show_log(cli: Cli, records: Sequence[Record]) -> None:
+    now = cli.clock.now()
     table = plain_table(("LOG", "right"), "KIND", "AT", "BY", "FACTS", fold=("BY", "FACTS"))
     for record in records:
-        facts = " ".join(f"{k}={_brief(v)}" for k, v in sorted(record.data.items()) if not isinstance(v, (dict, list)))
-        table.add_row(str(record.seq), record.kind, f"{utc_text(record.at)[:19]}Z", record.actor, facts)
+        facts = " ".join(f"{k}={_brief(v, now)}" for k, v in sorted(record.data.items()) if not isinstance(v, (dict, list)))
+        table.add_row(str(record.seq), record.kind, when_text(record.at, now), record.actor, facts)
         cli.terminal.emit(
             {"type": "record", "seq": record.seq, "kind": record.kind, "at": record.at, "actor": record.actor, "data": dict(record.data)}
         )
@@ -299,6 +301,13 @@ def _shard_numbers(entry: TensorEntry) -> str:
     return " ".join(told) if len(told) <= 6 else f"{told[0]} … {told[-1]}"
 
 
-def _brief(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 24 else f"{text[:19]}…"
+def _brief(value: object, now: datetime) -> str:
+    """A fact of a record: digests by their beginning, times as everywhere, all else as it is."""
+    if not isinstance(value, str):
+        return json.dumps(value)
+    if value.startswith("sha256:"):
+        return f"{value[:19]}…"
+    try:
+        return when_text(parse_utc(value), now)
+    except ValueError:
+        return value

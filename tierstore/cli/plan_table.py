@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import datetime
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
+from tierstore.cli.layout import FitTable
 from tierstore.cli.render import age_text, tiers_text
+from tierstore.clock import when_text
 from tierstore.names import Attempt, save_id_time
 from tierstore.tiers.retention import Plan, PlanEntry, PlanIncomplete
 from tierstore.units import format_size
 
-__all__ = ["plan_summary", "plan_table", "plan_values", "plural", "rows_left_out", "sum_nbytes", "verdict", "when_text", "why"]
+__all__ = ["plan_summary", "plan_table", "plan_values", "plural", "rows_left_out", "sum_nbytes", "verdict", "why"]
 
 MOST_ROWS = 200
 """So many rows are shown; of more, those that change, and the newest and oldest of the others."""
@@ -26,12 +27,6 @@ _STYLES: Mapping[str, str] = {"keep": "green", "expire": "bold red", "expired": 
 _TIERS_WIDTH = 18
 
 
-def when_text(at: datetime, now: datetime) -> str:
-    """``30 Nov 14:02Z``; with the year where it is another."""
-    utc = at.astimezone(timezone.utc)
-    return utc.strftime("%d %b %H:%MZ" if utc.year == now.year else "%d %b %Y %H:%MZ").lstrip("0")
-
-
 def plural(count: int, noun: str) -> str:
     """``1 copy``, ``3 checkpoints``."""
     if count == 1:
@@ -39,7 +34,7 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun[:-1]}ies" if noun.endswith("y") else f"{count:,} {noun}s"
 
 
-def plan_table(plan: Plan, pending: Mapping[Attempt, Sequence[str]], now: datetime, *, everything: bool = False) -> Table:
+def plan_table(plan: Plan, pending: Mapping[Attempt, Sequence[str]], now: datetime, *, everything: bool = False) -> FitTable:
     """The plan's table, newest first.
 
     Args:
@@ -48,12 +43,8 @@ def plan_table(plan: Plan, pending: Mapping[Attempt, Sequence[str]], now: dateti
         now: For ages.
         everything: All rows, however many.
     """
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("STEP", "AGE", "SIZE"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("TIERS", no_wrap=True, overflow="fold")
-    table.add_column("ACTION", no_wrap=True, overflow="fold")
-    table.add_column("WHY", overflow="fold")  # the only one that gives way: nothing else is cut
+    heads = (("STEP", "right"), ("AGE", "right"), ("SIZE", "right"), "TIERS", "ACTION", "WHY")
+    table = FitTable(heads, wraps=("TIERS", "WHY"))
     for row in _rows(plan, pending, now, everything):
         table.add_row(*row)
     return table

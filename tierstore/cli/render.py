@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
+from tierstore.cli.layout import Facts, FitTable
 from tierstore.names import Attempt, save_id_time
 from tierstore.tiers.catalog import Catalog
 from tierstore.tiers.checkpoint import CheckpointInfo, IncompleteAttempt, ReplicaState
@@ -42,31 +41,19 @@ TIER_MARKS: Mapping[ReplicaState | str, tuple[str, str, str]] = {
 """How a tier's name is marked in a table: prefix, style, and what the prefix means."""
 
 
-def wrapped(text: str | Text) -> Group:
-    """Text that is wrapped between words at the terminal's width: for sentences, not for what is copied."""
-    return Group(text if isinstance(text, Text) else Text(text))
+def wrapped(text: str | Text) -> Text:
+    """A sentence; `Terminal.show` breaks it between words."""
+    return text if isinstance(text, Text) else Text(text)
 
 
-def plain_table(*columns: str | tuple[str, str], fold: Sequence[str] = ()) -> Table:
-    """A table without lines. A column is its heading, or (heading, ``left`` or ``right``); those in `fold` wrap, the others are cut."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        heading, justify = column if isinstance(column, tuple) else (column, "left")
-        wraps = heading in fold
-        table.add_column(
-            heading, justify="right" if justify == "right" else "left", no_wrap=not wraps, overflow="fold" if wraps else "ellipsis"
-        )
-    return table
+def plain_table(*columns: str | tuple[str, str], fold: Sequence[str] = ()) -> FitTable:
+    """A table without lines. A column is its heading, or (heading, ``left`` or ``right``); those in `fold` wrap, or go below their row."""
+    return FitTable(columns, fold)
 
 
-def facts_table(facts: Iterable[tuple[str, str | Text]]) -> Table:
+def facts_table(facts: Iterable[tuple[str, str | Text]]) -> Facts:
     """Names and values, one a line."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in facts:
-        table.add_row(name, value if isinstance(value, Text) else Text(value))
-    return table
+    return Facts(facts)
 
 
 def age_text(at: datetime, now: datetime) -> str:
@@ -80,7 +67,7 @@ def age_text(at: datetime, now: datetime) -> str:
     return f"{max(0, round(seconds))}s" if seconds < 59.5 else "1m"
 
 
-def catalog_table(catalog: Catalog, pending: Sequence[Copy], now: datetime) -> Table:
+def catalog_table(catalog: Catalog, pending: Sequence[Copy], now: datetime) -> FitTable:
     """Checkpoints × tiers, newest first, with the attempts that are no checkpoints (yet)."""
     table = plain_table(
         ("STEP", "right"), ("AGE", "right"), ("SIZE", "right"), "TIERS", "METRICS", "NOTE", fold=("TIERS", "METRICS", "NOTE")

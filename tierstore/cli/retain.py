@@ -14,8 +14,9 @@ from tierstore.cli.confirm import confirm
 from tierstore.cli.find import chosen_runs, find_attempts, scan_run, the_run
 from tierstore.cli.labels import decide
 from tierstore.cli.options import Cli
-from tierstore.cli.plan_table import plan_summary, plan_table, plan_values, plural, rows_left_out, sum_nbytes, when_text
+from tierstore.cli.plan_table import plan_summary, plan_table, plan_values, plural, rows_left_out, sum_nbytes
 from tierstore.cli.render import catalog_legend, catalog_summary, wrapped
+from tierstore.clock import when_text
 from tierstore.config import RetentionConfig, load_config
 from tierstore.errors import NotFoundError, PartialError, RefusedError, TierStoreError, UsageError
 from tierstore.format.record import Record

@@ -20,6 +20,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
+from tierstore.cli.layout import break_lines
 from tierstore.clock import utc_text
 from tierstore.errors import TierStoreError
 
@@ -51,10 +52,17 @@ class Terminal:
         self.progress = progress and not quiet and self.err.is_terminal
 
     def show(self, *parts: RenderableType) -> None:
-        """Prints a result for people; nothing with ``--json``. Lines of text are left to the terminal to wrap: paths can be copied."""
+        """Prints a result for people; nothing with ``--json``. Lines of text break between words only: paths can be copied."""
         if not self.as_json:
             for part in parts:
-                self.out.print(part, soft_wrap=isinstance(part, str | Text))
+                if isinstance(part, str | Text):
+                    self._print_lines(part if isinstance(part, Text) else Text(part))
+                else:
+                    self.out.print(part)
+
+    def _print_lines(self, text: Text) -> None:
+        for line in break_lines(text, self.out.width):
+            self.out.print(line, soft_wrap=True)
 
     def emit(self, value: Mapping[str, Any]) -> None:
         """Prints a result for programs: one JSON object on a line of its own; nothing without ``--json``."""

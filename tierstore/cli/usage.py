@@ -11,7 +11,7 @@ from rich.text import Text
 from tierstore.cli.find import find_checkpoints, scan_run
 from tierstore.cli.options import Cli
 from tierstore.cli.render import age_text, plain_table, wrapped
-from tierstore.clock import utc_text
+from tierstore.clock import when_text
 from tierstore.names import Attempt, save_id_time
 from tierstore.tiers.catalog import Catalog, runs
 from tierstore.tiers.session import Session
@@ -127,7 +127,7 @@ def _tell_what_goes(cli: Cli, catalog: Catalog, usage: RunUsage, total: Mapping[
     )
     if expired:
         first = min(info.expired.not_before for info in expired if info.expired is not None)
-        when = "now" if first <= cli.clock.now() else f"from {utc_text(first)[:16]}Z"
+        when = "now" if first <= cli.clock.now() else f"from {when_text(first, cli.clock.now())}"
         back = "`tierstore undelete` takes them back"
         cli.terminal.show(wrapped(f"{len(expired)} expired: `tierstore gc` frees {told_sizes(freed)}, {when}; {back}"))
     if leftovers:

@@ -16,7 +16,7 @@ import os
 from collections.abc import Sequence
 from types import TracebackType
 
-from tierstore.clock import Clock, utc_text
+from tierstore.clock import Clock, utc_text, when_text
 from tierstore.errors import AccessError, NotFoundError, TierStoreError, reason_of
 from tierstore.format.document import encode_document
 from tierstore.format.record import Record
@@ -318,7 +318,7 @@ class Lease:
 
 def _deleted(attempt: Attempt, swept: Record) -> NotFoundError:
     return NotFoundError(
-        f"step {attempt.step} of run {attempt.run!r} was deleted by {swept.actor} at {utc_text(swept.at)[:19]}Z, by the retention policy",
+        f"step {attempt.step} of run {attempt.run!r} was deleted by {swept.actor} at {when_text(swept.at)}, by the retention policy",
         hint="load another step: `tierstore ls` shows what there is",
         run=attempt.run,
         step=attempt.step,

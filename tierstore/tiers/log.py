@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tierstore.clock import Clock, utc_text
+from tierstore.clock import Clock, when_text
 from tierstore.errors import ConflictError, IntegrityError, NotFoundError, RefusedError
 from tierstore.format.record import Record, decode_record, encode_record
 from tierstore.names import Attempt
@@ -39,6 +39,21 @@ __all__ = [
 
 MAX_RECORD_NBYTES = 8 << 20
 FILES_OF_AT_MOST = 1024
+_DEEDS = {
+    "revived": "taking it back",
+    "pinned": "the pin",
+    "unpinned": "taking the pin off",
+    "tagged": "the tag",
+    "untagged": "taking the tag off",
+    "held": "the hold",
+    "released": "ending the hold",
+    "expired": "letting it expire",
+    "replicated": "the copy",
+    "evicting": "dropping a copy",
+    "quarantined": "noting the damage",
+}
+"""What a decision is called where a person is told that it came too late."""
+
 _LEAF = re.compile(r"(\d{6})\.json")
 
 
@@ -178,7 +193,7 @@ def swept_in(records: Iterable[Record]) -> Record | None:
 def too_late(attempt: Attempt, kind: str, swept: Record) -> RefusedError:
     """The error for a decision about a checkpoint that was swept."""
     return RefusedError(
-        f"{kind!r} comes too late: step {attempt.step} of run {attempt.run!r} was deleted at {utc_text(swept.at)} by {swept.actor}",
+        f"{_DEEDS.get(kind, kind)}: too late, step {attempt.step} of run {attempt.run!r} was deleted at {when_text(swept.at)} by {swept.actor}",
         hint="it can't be brought back; pin or hold a checkpoint before it expires, or undelete it while it is only expired",
         run=attempt.run,
         step=attempt.step,

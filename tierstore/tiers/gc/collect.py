@@ -11,6 +11,7 @@ import logging
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from tierstore.clock import when_text
 from tierstore.errors import RefusedError, TierStoreError
 from tierstore.format.record import Record
 from tierstore.names import Attempt
@@ -149,7 +150,7 @@ def _why_waiting(entry: PlanEntry, h: Housekeeping) -> str:
         return "expired, but the policy keeps it now: `tierstore prune` brings it back"
     until, end = "expired", entry.not_before
     if end is not None and (over_s := (h.clock.now() - end).total_seconds()) < h.gc.max_clock_skew_s:
-        until = f"can be taken back until {end:%Y-%m-%d %H:%M:%SZ}" + (
+        until = f"can be taken back until {when_text(end, h.clock.now())}" + (
             "" if over_s < 0 else ", and while clocks may differ (max_clock_skew)"
         )
     kept = [reason.text for reason in entry.reasons if reason.kind not in ("no-rule", "superseded")]

@@ -189,7 +189,7 @@ async def _check(h: Housekeeping, attempt: Attempt, tier: Tier, facts: LogFacts)
             attempt,
             tier,
             f"at least {least} {'copy' if least == 1 else 'copies'} must stand elsewhere, and these do: {there} ({others})",
-            "let it be copied first: `tierstore sync`; `tierstore verify` says what is wrong with a copy",
+            "copy it first: `tierstore push REF --to TIER`; `tierstore verify` says what is wrong with a copy",
         )
     return copies
 
@@ -221,7 +221,7 @@ async def _mark(h: Housekeeping, attempt: Attempt, tier: Tier, reason: str, copi
         if not marked:  # else some of the copy may be gone already
             await tier.storage.delete([attempt.evicted_path])
         raise _refused(attempt, tier, "it was held just now", "`tierstore release` ends a hold")
-    return Emptying(attempt=attempt, tier=tier, kind="evict", why=f"dropped from {tier.name} by its marker", named=frozenset(copies.named))
+    return Emptying(attempt=attempt, tier=tier, kind="evict", why=f"dropped from {tier.name} on this node: {reason}", named=frozenset(copies.named))
 
 
 def _is_staging(h: Housekeeping, tier: Tier) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import datetime
 
-from tierstore.clock import utc_text
+from tierstore.clock import when_text
 from tierstore.crashpoints import reach
 from tierstore.errors import ConflictError
 from tierstore.names import Attempt, save_id_time
@@ -44,7 +44,7 @@ async def why_it_stays(h: Housekeeping, situation: Situation, found: IncompleteA
     touched_at, grace_s = await _touched_at(h, found.attempt), h.gc.orphan_grace_s + h.gc.max_clock_skew_s
     if (situation.at - touched_at).total_seconds() >= grace_s:
         return ""
-    return f"unfinished, last written at {utc_text(touched_at)[:19]}Z; an orphan {format_duration(grace_s)} later"
+    return f"unfinished, last written at {when_text(touched_at, situation.at)}; an orphan {format_duration(grace_s)} later"
 
 
 async def condemn(h: Housekeeping, found: IncompleteAttempt) -> bool:

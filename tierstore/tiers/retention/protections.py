@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 
+from tierstore.clock import when_text
 from tierstore.config_retention import RetentionConfig
 from tierstore.names import Attempt
 from tierstore.tiers.checkpoint import CheckpointInfo
@@ -73,7 +74,7 @@ def own(info: CheckpointInfo, policy: RetentionConfig, now: datetime) -> Iterato
         named = [name for name in info.pins if name != "pin"]
         yield Reason(kind="pinned", text=f"pinned: {', '.join(named)}" if named else "pinned")
     for hold in holds_in_force(info, now, skew_s):
-        until = f" until {hold.until:%Y-%m-%d %H:%MZ}" if hold.until else ""
+        until = f" until {when_text(hold.until, now)}" if hold.until else ""
         yield Reason(kind="held", text=f"held: {hold.name}{until}" + (f" ({hold.reason})" if hold.reason else ""))
     age_s = (now - info.committed_at).total_seconds()
     if age_s < -skew_s:
