@@ -48,7 +48,8 @@ def share_files(ranks: Agreement | None, folder: str | os.PathLike[str], what: s
     # Not `listed` before the others are here: a rank may still be writing.
     ranks.share(f"{what}: all have written their files", b"")
     with telling(ranks, what):
-        mine = list_folder(folder, ignore=ignore)
+        # On nodes where no rank writes anything there may be no folder.
+        mine = list_folder(folder, ignore=ignore) if ranks.rank == 0 or os.path.isdir(folder) else []
     told = json.dumps([[file.path, file.nbytes] for file in mine]).encode()
     verdict = json.loads(ranks.agree(what, told, _divide))
     own = set(verdict["files"][ranks.rank])

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from tierstore.errors import AccessError, FormatError, RefusedError, StorageError, TierFullError, UsageError, VersionError
+from tierstore.errors import AccessError, FormatError, NotFoundError, RefusedError, StorageError, TierFullError, UsageError, VersionError
 from tierstore.format.dtypes import DTYPES, SAFETENSORS_NAMES
 from tierstore.format.header import header_nbytes, parse_header
 from tierstore.format.index import TensorEntry
@@ -23,12 +24,12 @@ from tierstore.names import check_relative
 from tierstore.state.bits import empty, memory_of, torch_dtype
 from tierstore.state.boxes import Box
 from tierstore.state.export.plan import boxes_of_range
-from tierstore.state.folder import FILES, FOLDER, FOLDER_VERSION, HEADERS, stem_of
+from tierstore.state.folder import FILES, FOLDER, FOLDER_VERSION, HEADERS, list_folder, stem_of
 from tierstore.state.lazy import Checkpoint
 from tierstore.state.reading import Fill
 from tierstore.storage.temporaries import owner_is_dead, temporary_name
 
-__all__ = ["RestoredFolder", "is_folder", "restore_folder", "sweep_temporaries"]
+__all__ = ["RestoredFolder", "is_folder", "restore_folder", "same_folder", "sweep_temporaries"]
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,10 @@ class _Piece:
     entry: TensorEntry | None = None
     box: Box = ()
     raw: torch.Tensor | None = None
+
+
+_Part = tuple[int, int, memoryview]
+"""A file's number, where in it, and what is there."""
 
 
 def is_folder(checkpoint: Checkpoint) -> bool:
@@ -180,36 +185,82 @@ def _files(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> list[_File]
     return [found[path] for path in sorted(found) if wanted(path)]
 
 
+def same_folder(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder has the very files of a checkpoint, byte by byte; nothing is written.
+
+    Raises:
+        UsageError, VersionError, IntegrityError: As `restore_folder`.
+    """
+    _check(checkpoint)
+    files = _files(checkpoint, lambda path: True)
+    pieces = _all_pieces(checkpoint, files)
+    sizes = dict.fromkeys((file.path for file in files), 0)
+    for piece in pieces:
+        sizes[files[piece.file].path] += piece.nbytes
+    try:
+        if {file.path: file.nbytes for file in list_folder(folder)} != sizes:
+            return False
+    except (NotFoundError, UsageError):
+        return False
+
+    def differ(parts: Sequence[_Part]) -> None:
+        for number, at, memory in parts:
+            with open(Path(folder) / files[number].path, "rb", buffering=0) as file:
+                found = np.fromfile(file, dtype=np.uint8, count=len(memory), offset=at)
+            if not np.array_equal(found, np.frombuffer(memory, dtype=np.uint8)):
+                raise _Differs
+
+    try:
+        _walk(checkpoint, pieces, differ, lambda done, total: None)
+    except _Differs:
+        return False
+    return True
+
+
+class _Differs(Exception):
+    """Internal: bytes differ."""
+
+
 def _write(checkpoint: Checkpoint, root: Path, files: Sequence[_File], progress: Callable[[int, int], None]) -> int:
-    headers = {file.path: checkpoint[file.entry.name].full() for file in files if file.stem is not None}
-    pieces = [piece for number, file in enumerate(files) for piece in _pieces(checkpoint, number, file, headers.get(file.path))]
-    total = sum(piece.nbytes for piece in pieces)
+    pieces = _all_pieces(checkpoint, files)
     made: set[Path] = {root}
     for file in files:
         path = root / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
         made.update(parent for parent in path.parents if parent.is_relative_to(root))
         path.touch()
-    done = 0
-    with ThreadPoolExecutor(1, thread_name_prefix="tierstore-restore") as pool:
-        writing: Future[None] | None = None
-        for window in _windows(pieces):
-            parts = [_target(piece) for piece in window]
-            checkpoint.fill([part for part, _ in parts if isinstance(part, Fill)])
-            if writing is not None:
-                writing.result()
-                progress(done, total)
-            memories = [(root / files[p.file].path, p.at, memory_of(tensor)) for p, (_, tensor) in zip(window, parts, strict=True)]
-            writing = pool.submit(_put, memories)
-            done += sum(piece.nbytes for piece in window)
-        if writing is not None:
-            writing.result()
+    _walk(checkpoint, pieces, lambda parts: _put([(root / files[n].path, at, memory) for n, at, memory in parts]), progress)
     for file in files:
         _sync_file(root / file.path)
     for folder in made:
         _sync_folder(folder)
+    return sum(piece.nbytes for piece in pieces)
+
+
+def _all_pieces(checkpoint: Checkpoint, files: Sequence[_File]) -> list[_Piece]:
+    headers = {file.path: checkpoint[file.entry.name].full() for file in files if file.stem is not None}
+    return [piece for number, file in enumerate(files) for piece in _pieces(checkpoint, number, file, headers.get(file.path))]
+
+
+def _walk(
+    checkpoint: Checkpoint, pieces: Sequence[_Piece], take: Callable[[Sequence[_Part]], None], progress: Callable[[int, int], None]
+) -> None:
+    """Reads all pieces, window by window, in order; each is given to `take` on another thread while the next one is read."""
+    total = sum(piece.nbytes for piece in pieces)
+    done = 0
+    with ThreadPoolExecutor(1, thread_name_prefix="tierstore-restore") as pool:
+        taking: Future[None] | None = None
+        for window in _windows(pieces):
+            targets = [_target(piece) for piece in window]
+            checkpoint.fill([fill for fill, _ in targets if fill is not None])
+            if taking is not None:
+                taking.result()
+                progress(done, total)
+            taking = pool.submit(take, [(p.file, p.at, memory_of(tensor)) for p, (_, tensor) in zip(window, targets, strict=True)])
+            done += sum(piece.nbytes for piece in window)
+        if taking is not None:
+            taking.result()
     progress(total, total)
-    return total
 
 
 def _pieces(checkpoint: Checkpoint, number: int, file: _File, header: torch.Tensor | None) -> Iterator[_Piece]:
