@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -21,7 +21,7 @@ from tierstore.config_cadence import AutoEvery, BetterEvery, DynamicEvery, SaveE
 from tierstore.config_document import Document, expand, parse_yaml
 from tierstore.config_explain import explain
 from tierstore.config_mistakes import KeyPath, Mistake, config_error, is_secret, redact
-from tierstore.config_models import IoConfig, SaveConfig, StoreConfig, TierConfig
+from tierstore.config_models import FilesConfig, IoConfig, SaveConfig, StoreConfig, TierConfig
 from tierstore.config_retention import (
     BestRule,
     EveryRule,
@@ -40,12 +40,14 @@ from tierstore.errors import ConfigError, TierStoreError
 
 __all__ = [
     "DEFAULT_FILE",
+    "Ack",
     "AutoEvery",
     "BestRule",
     "BetterEvery",
     "DynamicEvery",
     "EveryRule",
     "EvictConfig",
+    "FilesConfig",
     "GcConfig",
     "IoConfig",
     "KeepRule",
@@ -60,14 +62,19 @@ __all__ = [
     "TierConfig",
     "TierRetention",
     "cache_folder",
+    "files_ack",
     "find_config",
     "is_secret",
     "load_config",
+    "progress_wanted",
     "redact",
 ]
 
 DEFAULT_FILE = "tierstore.yaml"
 """What `find_config` looks for in the working directory."""
+
+Ack = Literal["nearest", "authority", "durable"]
+"""When closing a written file returns: once it is on the nearest tier that takes it, on the authority, or on `durable_at`."""
 
 _LOOKED_AT = 64 << 10
 """Characters of a file that are looked at to see whether it may be a configuration."""
@@ -167,6 +174,12 @@ def find_config(explicit: str | os.PathLike[str] | None = None, *, env: Mapping[
     )
 
 
+def progress_wanted(env: Mapping[str, str] | None = None) -> bool:
+    """Whether a terminal gets progress bars: unless ``TIERSTORE_PROGRESS`` is ``0``, ``no``, ``off`` or ``false``, or TERM is ``dumb``."""
+    env = os.environ if env is None else env
+    return env.get("TIERSTORE_PROGRESS", "").strip().lower() not in ("0", "no", "off", "false") and env.get("TERM") != "dumb"
+
+
 def cache_folder(*, env: Mapping[str, str] | None = None) -> Path | None:
     """Where this machine keeps what can be read again: ``tierstore`` in ``XDG_CACHE_HOME``, else in ``~/.cache``; None without a home."""
     env = os.environ if env is None else env
@@ -174,6 +187,20 @@ def cache_folder(*, env: Mapping[str, str] | None = None) -> Path | None:
     if os.path.isabs(chosen):  # as the XDG base directory specification says: a relative one is not used
         return Path(chosen) / "tierstore"
     return Path(home) / ".cache" / "tierstore" if os.path.isabs(home) else None
+
+
+def files_ack(config: StoreConfig, *, env: Mapping[str, str] | None = None) -> Ack:
+    """What ``files: {ack: …}`` means in this process.
+
+    ``auto`` is ``authority`` where the job spans several nodes, as its launcher tells (``WORLD_SIZE`` exceeds ``LOCAL_WORLD_SIZE``): what one
+    node writes, others look for as soon as they meet at a barrier.
+    """
+    if config.files.ack != "auto":
+        return config.files.ack
+    env = os.environ if env is None else env
+    world, local = env.get("WORLD_SIZE", ""), env.get("LOCAL_WORLD_SIZE", "")
+    spans = world.isascii() and world.isdigit() and local.isascii() and local.isdigit() and int(world) > int(local)
+    return "authority" if spans else "nearest"
 
 
 def _configurations_here() -> list[str]:

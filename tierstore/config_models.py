@@ -16,7 +16,7 @@ from tierstore.config_uris import default_durable, is_local, normal_uri, overlap
 from tierstore.config_values import Count, Duration, Model, Rate, Size, Text
 from tierstore.names import check_run
 
-__all__ = ["IoConfig", "ReadConfig", "SaveConfig", "StoreConfig", "TierConfig"]
+__all__ = ["FilesConfig", "IoConfig", "ReadConfig", "SaveConfig", "StoreConfig", "TierConfig"]
 
 _TIER_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 _LEVELS = ("staged", "committed", "durable")
@@ -131,6 +131,14 @@ class IoConfig(Model):
         return nbytes
 
 
+class FilesConfig(Model):
+    """How the files of ``tier://`` behave that are no checkpoints."""
+
+    ack: Literal["auto", "nearest", "authority", "durable"] = "auto"
+    """When closing a written file returns: once it is on the nearest tier, on the first tier that all nodes see, or on `durable_at`.
+    ``auto``: nearest, but authority where the job spans several nodes."""
+
+
 class StoreConfig(Model):
     """What one configuration names: the tiers, nearest first, and the policies on them. Valid as a whole once it exists."""
 
@@ -143,6 +151,7 @@ class StoreConfig(Model):
     retention: RetentionConfig | None = None
     overrides: Annotated[tuple[Override, ...], Field(min_length=1)] | None = None
     io: IoConfig = IoConfig()
+    files: FilesConfig = FilesConfig()
 
     @field_validator("run")
     @classmethod

@@ -1,0 +1,250 @@
+"""What the tiers show of files: which versions each one holds, and which of all is the newest.
+
+A look asks the node's own tiers and the authority. Where the authority does not answer, or has lost all that it had, the further shared
+tiers are asked too. Nothing is remembered between looks: another node may have published since.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tierstore.errors import NotFoundError, StorageError, TierStoreError
+from tierstore.storage.contract import FileInfo
+from tierstore.tiers.files.entry import FileVersion
+from tierstore.tiers.files.places import ROOT, Mark, check_path, folder_place, parse_place, place_of
+from tierstore.tiers.tier import Tier, Tiers, recheck
+
+__all__ = ["Held", "Key", "Looker", "OnTier", "State", "group"]
+
+log = logging.getLogger(__name__)
+
+Key = tuple[str, bool]
+"""A path, and whether it is a folder."""
+
+_Listings = dict[str, Sequence[FileInfo]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Held:
+    """What one tier holds of one version. `entry` and `data`: lengths in bytes, None where there is none."""
+
+    entry: int | None = None
+    data: int | None = None
+    gone: bool = False
+
+    @property
+    def published(self) -> bool:
+        return self.gone or self.entry is not None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the bytes are there too, as far as their length tells. Of no bytes nothing is kept."""
+        return self.entry is not None and self.entry == (self.data or 0)
+
+
+@dataclass(slots=True, kw_only=True)
+class OnTier:
+    """What one tier holds of one path: the versions, and the numbers that somebody has claimed."""
+
+    marks: dict[Mark, Held] = field(default_factory=dict)
+    claims: set[int] = field(default_factory=set)
+
+    @property
+    def newest(self) -> Mark | None:
+        """The greatest version that is published or removed here."""
+        return max((mark for mark, held in self.marks.items() if held.published), default=None)
+
+
+@dataclass(slots=True, kw_only=True)
+class State:
+    """What all tiers that were asked show of one path. `tiers` is by name, nearest first."""
+
+    path: str
+    is_folder: bool
+    tiers: dict[str, OnTier] = field(default_factory=dict)
+
+    @property
+    def newest(self) -> Mark | None:
+        return max((mark for held in self.tiers.values() if (mark := held.newest) is not None), default=None)
+
+    @property
+    def last_version(self) -> int:
+        """The highest number that was ever used, as far as it is seen; 0 if none was."""
+        numbers = (mark.version for held in self.tiers.values() for mark in held.marks)
+        return max(numbers, default=0)
+
+    @property
+    def live(self) -> FileVersion | None:
+        """The newest version, if it is not a removal."""
+        mark = self.newest
+        if mark is None:
+            return None
+        holders = {name: held.marks[mark] for name, held in self.tiers.items() if mark in held.marks}
+        if any(held.gone for held in holders.values()):
+            return None
+        nbytes = next(held.entry for held in holders.values() if held.entry is not None)
+        return FileVersion(
+            path=self.path,
+            version=mark.version,
+            save_id=mark.save_id,
+            nbytes=nbytes,
+            is_folder=self.is_folder,
+            tiers=tuple(name for name, held in holders.items() if held.whole),
+        )
+
+
+def group(files: Iterable[FileInfo]) -> dict[Key, OnTier]:
+    """Sorts a tier's files by what they belong to; what is not of our grammar is passed over."""
+    found: dict[Key, OnTier] = {}
+    for info in files:
+        leaf = parse_place(info.path)
+        if leaf is None:
+            log.debug("%s is no file of ours", info.path)
+            continue
+        on_tier = found.setdefault((leaf.path, leaf.is_folder), OnTier())
+        if leaf.kind == "claim":
+            on_tier.claims.add(leaf.mark.version)
+            continue
+        held = on_tier.marks.setdefault(leaf.mark, Held())
+        if leaf.kind == "entry":
+            held.entry = leaf.nbytes
+        elif leaf.kind == "data":
+            held.data = info.nbytes
+        else:
+            held.gone = True
+    return found
+
+
+class Looker:
+    """Asks the tiers of one store."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self.tiers = tiers
+        self._warned: set[str] = set()
+        self._lost: bool | None = None
+
+    def restored(self) -> None:
+        """The authority holds what it should: further tiers need not be asked any more."""
+        self._lost = False
+
+    async def state(self, path: str, *, is_folder: bool = False, everywhere: bool = False) -> State:
+        """What is there of one path; errors as `places.check_path`, and `StorageError` where no tier answers."""
+        place = place_of(path, is_folder=is_folder)
+        key = (path, is_folder)
+        found = await self._ask(place, everywhere=everywhere)
+        return self._merge(found).get(key) or State(path=path, is_folder=is_folder)
+
+    async def below(self, folder: str, *, everywhere: bool = False) -> dict[Key, State]:
+        """What is there below a folder at any depth, and of the folder itself; errors as `state`."""
+        return self._merge(await self._ask(folder_place(folder), everywhere=everywhere))
+
+    async def look_up(self, path: str) -> FileVersion | None:
+        """The newest version of the file `path`, else the folder of that name, else None; errors as `state`."""
+        if not path:
+            return FileVersion(path="", version=0, save_id="", nbytes=0, is_folder=True, tiers=self.tiers.names)
+        state = await self.state(path)
+        if state.live is not None:
+            return state.live
+        below = await self.below(path)
+        made = below.get((path, True))
+        if made is not None and made.live is not None:
+            return made.live
+        if any(state.live is not None for state in below.values()):
+            return implied_folder(path)
+        return None
+
+    async def list(self, folder: str = "", *, recursive: bool = True) -> list[FileVersion]:
+        """The live files and folders below `folder`, sorted by path; errors as `state`."""
+        if folder:
+            check_path(folder)
+        start = f"{folder}/" if folder else ""
+        found: dict[Key, FileVersion] = {}
+        for state in (await self.below(folder)).values():
+            live = state.live
+            if live is None or not state.path.startswith(start):
+                continue
+            parts = state.path[len(start) :].split("/")
+            for depth in range(1, len(parts)):
+                above = start + "/".join(parts[:depth])
+                found.setdefault((above, True), implied_folder(above))
+            if state.path != folder:
+                found[(state.path, state.is_folder)] = live
+        listed = [one for one in found.values() if recursive or "/" not in one.path[len(start) :]]
+        return sorted(listed, key=lambda one: (one.path, one.is_folder))
+
+    async def _ask(self, place: str, *, everywhere: bool) -> dict[str, dict[Key, OnTier]]:
+        """Lists `place` on the tiers that decide, and on those that stand in for the authority."""
+        lost = everywhere or await self._authority_lost()
+        asked = [t for t in self.tiers if lost or t.scope == "node" or self.tiers.is_authority(t)]
+        found, failures = await self._from_each(asked, lambda tier: tier.storage.list(place))
+        if self.tiers.authority.name in failures and not lost:
+            others = [t for t in self.tiers if t not in asked]
+            more, more_failures = await self._from_each(others, lambda tier: tier.storage.list(place))
+            found.update(more)
+            failures.update(more_failures)
+        if not found and failures:
+            raise next(iter(failures.values()))
+        return {name: group(found[name]) for name in self.tiers.names if name in found}
+
+    async def _from_each(
+        self, tiers: Sequence[Tier], ask: Callable[[Tier], Awaitable[Sequence[FileInfo]]]
+    ) -> tuple[_Listings, dict[str, TierStoreError]]:
+        found: _Listings = {}
+        failures: dict[str, TierStoreError] = {}
+
+        async def one(tier: Tier) -> None:
+            try:
+                await recheck(self.tiers, tier)
+                found[tier.name] = await ask(tier)
+            except (StorageError, NotFoundError) as error:
+                failures[tier.name] = error
+                if tier.name not in self._warned:
+                    self._warned.add(tier.name)
+                    others = ": the further tiers are asked" if self.tiers.is_authority(tier) and len(self.tiers) > 1 else ""
+                    log.warning("tier=%s can't be asked for files%s: %s", tier.name, others, error.message)
+            else:
+                if tier.name in self._warned:
+                    self._warned.discard(tier.name)
+                    log.warning("tier=%s answers again", tier.name)
+
+        for done in await asyncio.gather(*(one(tier) for tier in tiers), return_exceptions=True):
+            if done is not None:
+                raise done
+        return found, failures
+
+    async def _authority_lost(self) -> bool:
+        """Whether the authority holds no files at all though further tiers do, which were its own then; asked once."""
+        if self._lost is None:
+            authority = self.tiers.authority
+            try:
+                await recheck(self.tiers, authority)
+                level = await authority.storage.children(ROOT)
+            except (StorageError, NotFoundError):
+                return False  # `_ask` finds the same and says so
+            if level.folders or level.files:
+                self._lost = False
+            else:
+                others = [t for t in self.tiers if t.scope == "shared" and not self.tiers.is_authority(t)]
+                found, failures = await self._from_each(others, lambda tier: tier.storage.list(ROOT))
+                if failures and not any(found.values()):
+                    return False  # nobody knows yet
+                self._lost = any(found.values())
+                if self._lost:
+                    log.warning("tier=%s holds no files, but further tiers do: they are asked until they are put back", authority.name)
+        return self._lost
+
+    @staticmethod
+    def _merge(found: dict[str, dict[Key, OnTier]]) -> dict[Key, State]:
+        merged: dict[Key, State] = {}
+        for name, keys in found.items():
+            for key, on_tier in keys.items():
+                merged.setdefault(key, State(path=key[0], is_folder=key[1])).tiers[name] = on_tier
+        return merged
+
+
+def implied_folder(path: str) -> FileVersion:
+    """A folder that exists because something lies below it."""
+    return FileVersion(path=path, version=0, save_id="", nbytes=0, is_folder=True, tiers=())

@@ -1,0 +1,220 @@
+"""Publishing a version: on the nearest tier that takes it, with room made there, and claimed first where the file must be new."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+
+from tierstore.clock import Clock
+from tierstore.crashpoints import reach
+from tierstore.errors import ConflictError, IntegrityError, NotFoundError, StorageError, TierFullError, TierStoreError
+from tierstore.names import later_save_id
+from tierstore.storage.contract import Source
+from tierstore.storage.sources import LocalSource, StorageSource
+from tierstore.storage.temporaries import owner_is_dead, temporary_name
+from tierstore.tiers.copying import CopyContext
+from tierstore.tiers.files.entry import FileEntry, FileVersion, encode_claim, encode_gone, owner_in
+from tierstore.tiers.files.eviction import make_room
+from tierstore.tiers.files.looking import Held, Looker, OnTier, State
+from tierstore.tiers.files.mover import Item, Mover
+from tierstore.tiers.files.places import Mark, claim_path
+from tierstore.tiers.files.placing import FilePut, clean, place_data, place_entry, take_away
+from tierstore.tiers.tier import Tier, ensure_tier, still_there
+
+__all__ = ["Publisher"]
+
+log = logging.getLogger(__name__)
+
+_CLAIMS = 16
+"""How many claims of dead processes one exclusive create steps over."""
+
+
+class Publisher:
+    """Puts versions where they are seen first."""
+
+    def __init__(self, context: CopyContext, clock: Clock, looker: Looker, mover: Mover) -> None:
+        self._context = context
+        self._tiers = context.tiers
+        self._clock = clock
+        self._looker = looker
+        self._mover = mover
+        self._last_id = ""
+        self.owner = temporary_name("file")
+
+    def new_mark(self, version: int) -> Mark:
+        """A mark that sorts after all that this process has made, so that the order of ULIDs is the order of publication."""
+        self._last_id = later_save_id(self._clock.now(), self._last_id)
+        return Mark(version=version, save_id=self._last_id)
+
+    async def publish(
+        self, path: str, entry: FileEntry, source: Callable[[Tier], Source], *, exclusive: bool = False, is_folder: bool = False
+    ) -> tuple[FileVersion, Item]:
+        """Publishes bytes as the newest version of `path`, and hands it to the mover.
+
+        Args:
+            path: The file, or the folder that is made.
+            entry: What proves the bytes.
+            source: The bytes, for whichever tier takes them.
+            exclusive: It must not exist: one winner among any number of racers.
+            is_folder: It is a folder.
+
+        Raises:
+            ConflictError: `exclusive`, and it exists or is being created.
+            TierFullError, AccessError, StorageError: No tier takes it; the nearest one's error. Nothing was published.
+        """
+        self._tiers.check_writable()
+        state = await self._looker.state(path, is_folder=is_folder)
+        if exclusive:
+            _refuse_if_live(state)
+        put = FilePut.of_entry(path, self.new_mark(state.last_version + 1), entry, is_folder=is_folder)
+        failures: list[tuple[Tier, TierStoreError]] = []
+        for tier in self._tiers:
+            try:
+                await ensure_tier(self._tiers, tier)
+                await still_there(self._tiers, tier)
+                put = await self._on(tier, put, entry, source(tier), exclusive=exclusive)
+            except (StorageError, NotFoundError) as error:
+                failures.append((tier, error))
+                log.warning("tier=%s file=%r is not taken here, the next tier is tried: %s", tier.name, path, error.message)
+            else:
+                return await self._published(tier, put, entry, state)
+        raise failures[0][1]
+
+    async def remove(self, state: State) -> None:
+        """Removes a path: a tombstone on the authority, then on the node's own tiers; the mover carries it to the others.
+
+        Raises:
+            StorageError: The authority does not take it: nothing was removed.
+        """
+        self._tiers.check_writable()
+        mark = self.new_mark(state.last_version + 1)
+        document = encode_gone(state.path, self.owner, self._clock.now())
+        put = FilePut(path=state.path, is_folder=state.is_folder, mark=mark, nbytes=0, kind="gone", document=document)
+        own = [t for t in self._tiers if t.scope == "node" and not self._tiers.is_authority(t)]
+        reach("files.before-gone")
+        done = []
+        for tier in (self._tiers.authority, *own):
+            try:
+                await ensure_tier(self._tiers, tier)
+                await still_there(self._tiers, tier)
+                await place_entry(tier, put)
+            except (StorageError, NotFoundError) as error:
+                if self._tiers.is_authority(tier):
+                    raise
+                log.warning("tier=%s file=%r can't be removed here yet: %s", tier.name, state.path, error.message)
+                continue
+            done.append(tier.name)
+        reach("files.after-gone")
+        self._mover.add(Item(put=put, entry=None), [t for t in self._tiers if t.name not in done])
+        for name in done:
+            on_tier = state.tiers.get(name, OnTier())
+            on_tier.marks[mark] = Held(gone=True)
+            await self._clean(self._tiers.get(name), put, on_tier)
+
+    async def _on(self, tier: Tier, put: FilePut, entry: FileEntry, source: Source, *, exclusive: bool) -> FilePut:
+        """Publishes on one tier; returns what was published: a claim may have cost a number."""
+        try:
+            await place_data(tier, put, source, self._context.limits)
+        except TierFullError as error:
+            if not await make_room(self._tiers, tier, put.nbytes, self._mover):
+                raise
+            log.info("tier=%s file=%r has room now: %s", tier.name, put.path, error.message)
+            await place_data(tier, put, source, self._context.limits)
+        claimed = put
+        try:
+            if exclusive:
+                claimed = await self._claim(tier, put, entry)
+            await place_entry(tier, claimed)
+        except BaseException:
+            await self._take_back(tier, put, claimed if exclusive else None)
+            raise
+        return claimed
+
+    async def _published(self, tier: Tier, put: FilePut, entry: FileEntry, state: State) -> tuple[FileVersion, Item]:
+        item = Item(put=put, entry=entry if put.kind == "entry" and not put.is_folder else None)
+        self._mover.add(item, self._mover.further(tier))
+        on_tier = state.tiers.get(tier.name, OnTier())
+        on_tier.marks[put.mark] = Held(entry=put.nbytes, data=put.nbytes or None)
+        await self._clean(tier, put, on_tier)
+        version = FileVersion(
+            path=put.path,
+            version=put.mark.version,
+            save_id=put.mark.save_id,
+            nbytes=put.nbytes,
+            is_folder=put.is_folder,
+            tiers=(tier.name,),
+        )
+        return version, item
+
+    async def _clean(self, tier: Tier, put: FilePut, on_tier: OnTier) -> None:
+        """Older versions go, but those that are still being carried on; what can't be deleted now stays for the next to find."""
+        try:
+            await clean(tier, put.path, on_tier, is_folder=put.is_folder, keep=self._mover.wanted_from(tier, put))
+        except (StorageError, NotFoundError) as error:
+            log.warning("tier=%s file=%r older versions stay for now: %s", tier.name, put.path, error.message)
+
+    async def _take_back(self, tier: Tier, put: FilePut, claimed: FilePut | None) -> None:
+        """Nothing was published: removes what lies there. A claim stays with its number, and its owner may be asked whether it lives."""
+        try:
+            for one in {id(p): p for p in (put, claimed) if p is not None}.values():
+                await take_away(tier, one)
+        except TierStoreError as error:
+            log.debug("tier=%s file=%r leftovers stay: %s", tier.name, put.path, error.message)
+
+    async def _claim(self, tier: Tier, put: FilePut, entry: FileEntry) -> FilePut:
+        """Wins the right to publish the next number, on the authority; then looks again, for the winner of an earlier one may be done.
+
+        Raises:
+            ConflictError: Somebody else was first.
+            StorageError: The authority can't tell.
+        """
+        authority = self._tiers.authority
+        for _ in range(_CLAIMS):
+            claim = encode_claim(put.path, self.owner, secrets.token_hex(16), self._clock.now())
+            reach("files.before-claim")
+            try:
+                await authority.storage.create(claim_path(put.path, put.mark.version), claim)
+            except ConflictError as error:
+                if not _is_dead(error.context.get("existing")):
+                    raise ConflictError(
+                        f"{put.path!r} is being created by another process, or was",
+                        hint="open it once it is there; if its creator is gone for good, remove it and create it again",
+                        path=put.path,
+                    ) from error
+                _refuse_if_live(await self._looker.state(put.path))
+                put = await self._renumbered(tier, put, entry, put.mark.version + 1)
+                continue
+            reach("files.after-claim")
+            now = await self._looker.state(put.path)
+            _refuse_if_live(now)
+            if now.newest is not None and now.newest.version >= put.mark.version:  # created and removed by others meanwhile
+                put = await self._renumbered(tier, put, entry, now.last_version + 1)
+                continue
+            return put
+        raise ConflictError(f"{put.path!r} has too many claims of dead processes", hint="remove it and create it again", path=put.path)
+
+    async def _renumbered(self, tier: Tier, put: FilePut, entry: FileEntry, version: int) -> FilePut:
+        """The same bytes under another number; on the same tier they are there already, under the old name."""
+        new = FilePut.of_entry(put.path, self.new_mark(version), entry, is_folder=put.is_folder)
+        if put.nbytes:
+            local = tier.storage.local_path(put.data_path)
+            source = StorageSource(tier.storage, put.data_path, put.nbytes)
+            await place_data(tier, new, source if local is None else LocalSource(source, local, hard=True), self._context.limits)
+            await tier.storage.delete([put.data_path])
+        return new
+
+
+def _refuse_if_live(state: State) -> None:
+    if state.live is not None:
+        raise ConflictError(f"{state.path!r} exists", hint="open it with 'wb' to replace it, or choose another name", path=state.path)
+
+
+def _is_dead(claim: object) -> bool:
+    """Whether a claim's owner provably lives no more; a claim that can't be read is not ours to judge."""
+    if not isinstance(claim, bytes):
+        return False
+    try:
+        return owner_is_dead(owner_in(claim, "claim"))
+    except IntegrityError:
+        return False
