@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tierstore.checkpointer import Checkpointer
     from tierstore.config import StoreConfig, load_config
     from tierstore.errors import TierStoreError
     from tierstore.format.objects import ObjectCodecs
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoint",
+    "Checkpointer",
     "ExportOptions",
     "Exported",
     "LazyTensor",
@@ -48,6 +50,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Checkpoint": "tierstore.state.lazy",
+    "Checkpointer": "tierstore.checkpointer",
     "ExportOptions": "tierstore.state.export.exporting",
     "Exported": "tierstore.state.export.exporting",
     "LazyTensor": "tierstore.state.lazy",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from tierstore.config_values import Count, Duration, Model, Percent, Text, one_of
+from tierstore.errors import UsageError
+from tierstore.units import parse_duration
 
-__all__ = ["AutoEvery", "BetterEvery", "DynamicEvery", "SaveEvery"]
+__all__ = ["AutoEvery", "BetterEvery", "DynamicEvery", "SaveEvery", "parse_every"]
+
+_WRITTEN = "write a number of steps (500), a time ('10m'), or what stands under save.every: {'auto': {'mtbf': '3h'}}"
 
 
 class AutoEvery(Model):
@@ -80,3 +85,24 @@ class SaveEvery(Model):
     def by_step_alone(self) -> bool:
         """Whether the step number alone decides, so that all ranks decide alike without a word."""
         return all(rule.steps is not None for rule in self.rules)
+
+
+def parse_every(value: SaveEvery | Mapping[str, Any] | int | str) -> SaveEvery:
+    """Reads a rule that was given as an argument: as in the configuration, or a number of steps, or a time.
+
+    Raises:
+        UsageError: It is no such rule.
+    """
+    if isinstance(value, SaveEvery):
+        return value
+    try:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return SaveEvery(steps=value)
+        if isinstance(value, str):
+            return SaveEvery(seconds=parse_duration(value))
+        return SaveEvery.model_validate(value)
+    except ValidationError as error:
+        told = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}".removeprefix(": ") for e in error.errors())
+        raise UsageError(f"every={value!r} is no rule: {told}", hint=_WRITTEN) from error
+    except UsageError as error:
+        raise UsageError(f"every={value!r} is no rule: {error.message}", hint=_WRITTEN) from error

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from tierstore.clock import Clock, SystemClock
 from tierstore.config import StoreConfig, load_config
+from tierstore.config_cadence import SaveEvery, parse_every
 from tierstore.config_uris import check_outside
 from tierstore.errors import ClosedError, TierStoreError, UsageError, reason_of
 from tierstore.format.objects import ObjectCodecs
@@ -108,7 +109,7 @@ class Store:
         self._given_codecs = codecs
         self._codecs = codecs or default_codecs()
         self._session = Session.open(config, clock=self._clock, lost="read")
-        self._cadence = Cadence(config.save.every, self._clock, history=lambda: self._catalog().checkpoints)
+        self._cadence = self._new_cadence(config.save.every)
         self._cache = self._session.new_cache() if rank == 0 else RecordCache()  # of many ranks one keeps this machine's disk busy
         self._worker = Worker(self._session, self.run, rank=rank)
         self._retention = Retention(
@@ -405,6 +406,21 @@ class Store:
             self._decider = self._decider or SharedCadence(self._cadence, self._joint_ranks().agreement)
             return self._decider.due(step, metrics)
 
+    def set_every(self, every: SaveEvery | Mapping[str, Any] | int | str) -> None:
+        """Replaces ``save.every`` of the configuration, counting from now; in a store of several ranks all of them say the same.
+
+        Args:
+            every: As it is written in the configuration: ``{"auto": {"mtbf": "3h"}}``; or a number of steps, or a time: ``"10m"``.
+
+        Raises:
+            UsageError: It is no such rule.
+        """
+        self._check_usable()
+        rule = parse_every(every)
+        with self._together:
+            self.config = self.config.model_copy(update={"save": self.config.save.model_copy(update={"every": rule})})
+            self._cadence, self._decider = self._new_cadence(rule), None
+
     def why_save(self) -> str:
         """The rule of ``save.every`` in words, with what it comes to now: for ``auto``, the interval and what it was computed from."""
         return self._cadence.explain()
@@ -554,6 +570,12 @@ class Store:
         self._check_usable()
         return self._worker.status()
 
+    def hurry(self, deadline: float) -> None:
+        """The process will end soon: no `sync` or `close`, one that is under way on another thread included, waits longer than so many
+        seconds from now. What is left then is told as `DeadlineError`, and resumed by the next process or by `tierstore sync`.
+        """
+        self._worker.hurry(deadline)
+
     def close(self, deadline: float | None = None) -> None:
         """Drains the background work and ends the store; idempotent.
 
@@ -596,6 +618,9 @@ class Store:
         return _reopen, (self.config, self.rank, self.world_size, self._given_codecs)
 
     # ---- inside
+
+    def _new_cadence(self, every: SaveEvery | None) -> Cadence:
+        return Cadence(every, self._clock, history=lambda: self._catalog().checkpoints)
 
     def _check_usable(self) -> None:
         if self._closed:

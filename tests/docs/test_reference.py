@@ -52,6 +52,7 @@ def test_every_public_method_is_on_the_page() -> None:
     wanted = {
         "open",
         "load_config",
+        "Checkpointer",
         "open_foreign",
         "ExportOptions",
         "LoadOptions",
@@ -60,7 +61,7 @@ def test_every_public_method_is_on_the_page() -> None:
         "keep_rank_0",
         "require_same",
     }
-    for name in ("Store", "Retention", "Ticket", "Checkpoint", "LazyTensor", "ObjectCodecs"):
+    for name in ("Store", "Checkpointer", "Retention", "Ticket", "Checkpoint", "LazyTensor", "ObjectCodecs"):
         for method, value in vars(getattr(tierstore, name)).items():
             if inspect.isfunction(value) and not method.startswith("_"):
                 wanted.add(f"{name}.{method}")

@@ -134,6 +134,13 @@ class Agreement:
         """A part of the rendezvous store for those ranks that say the same `name` until the next question: for a group that they make."""
         return distributed_c10d.PrefixStore(f"{self._asked}/place/{name}", self._store)
 
+    def aside(self, name: str) -> Any:
+        """As `place`, over a connection of its own: for a thread that talks while this one waits. Store values there with set, check, get."""
+        base = self.place(name)
+        with contextlib.suppress(AttributeError, RuntimeError):
+            base = base.clone()
+        return base
+
     # ---- inside
 
     def _question(self, what: str, value: bytes, combine: Combine) -> bytes:

@@ -12,6 +12,7 @@ import concurrent.futures
 import logging
 import os
 import threading
+import time
 from collections.abc import Coroutine, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -93,6 +94,7 @@ class Worker:
         self._lock: RunLock | None = None
         self._pid = os.getpid()
         self._closed = False
+        self._hurry_at: float | None = None
 
     # ---- saving
 
@@ -183,6 +185,10 @@ class Worker:
         """
         self._check_usable()
         self._drain(self._start(), deadline_s, rescan=True)
+
+    def hurry(self, deadline_s: float) -> None:
+        """No `drain` or `close`, one under way included, waits longer than `deadline_s` seconds from now."""
+        self._hurry_at = time.monotonic() + deadline_s
 
     def pending(self) -> tuple[PendingCopy, ...]:
         """What is not where it should be yet, newest first for each tier."""
@@ -330,7 +336,8 @@ class Worker:
                 waited = loop.time() - began
                 if not left and looked:
                     return left, True
-                if (deadline_s is not None and waited >= deadline_s) or (left and self._ended()):
+                hurried = self._hurry_at is not None and time.monotonic() >= self._hurry_at
+                if hurried or (deadline_s is not None and waited >= deadline_s) or (left and self._ended()):
                     return left, looked
                 if deadline_s is None and left and all(min(p.failing_s, waited) >= self.options.patience_s for p in left):
                     return left, looked
@@ -356,6 +363,8 @@ class Worker:
             for tier, copies in by_tier.items()
         ]
         when = f"within {deadline_s:g} s" if deadline_s is not None else f"while tiers kept failing for {self.options.patience_s:g} s"
+        if self._hurry_at is not None and time.monotonic() >= self._hurry_at:
+            when = "in the time that was left"
         if self._ended():
             when = "before the background work ended"
         lost = f"; steps {', '.join(map(str, sorted(unwritten)))} are in memory only" if unwritten else ""
