@@ -35,6 +35,7 @@ FLOORS: dict[str, int] = {
     "tiers": 3,
     "state": 4,
     "retention": 4,
+    "bars": 4,
     "store": 5,
     "cli": 6,
     "agent": 6,

@@ -192,8 +192,9 @@ def swept_in(records: Iterable[Record]) -> Record | None:
 
 def too_late(attempt: Attempt, kind: str, swept: Record) -> RefusedError:
     """The error for a decision about a checkpoint that was swept."""
+    deed = _DEEDS.get(kind, kind)
     return RefusedError(
-        f"{_DEEDS.get(kind, kind)}: too late, step {attempt.step} of run {attempt.run!r} was deleted at {when_text(swept.at)} by {swept.actor}",
+        f"{deed} comes too late: step {attempt.step} of run {attempt.run!r} was deleted at {when_text(swept.at)} by {swept.actor}",
         hint="it can't be brought back; pin or hold a checkpoint before it expires, or undelete it while it is only expired",
         run=attempt.run,
         step=attempt.step,

@@ -15,6 +15,7 @@ from tierstore.clock import when_text
 from tierstore.errors import RefusedError, TierStoreError
 from tierstore.format.record import Record
 from tierstore.names import Attempt
+from tierstore.tiers.bring import BRING
 from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.gc.brakes import check_ground, newest_of
 from tierstore.tiers.gc.deleting import Emptying, Found, Remover, find
@@ -200,7 +201,12 @@ class _Collecting:
     async def finish_evictions(self) -> None:
         """Removes what is left on tiers that have dropped, or are dropping, their copy."""
         own = {tier.name: tier for tier in self._own}
-        left = [(i.attempt, own[name]) for i in self._seen.catalog.checkpoints for name in _unfinished(i) if name in own]
+        left = [
+            (info.attempt, own[name])
+            for info in self._seen.catalog.checkpoints
+            for name in _unfinished(info)
+            if name in own and not self._is_brought(info.attempt)
+        ]
         for some in _parts(left):
             found = await together(lambda item: self._continued(*item), some, at_once=_AT_ONCE)
             await self._evict([job for job in found if job is not None])
@@ -376,6 +382,13 @@ class _Collecting:
             await self._evict([job])
 
     # ---- helpers
+
+    def _is_brought(self, attempt: Attempt) -> bool:
+        """Whether somebody is copying it to a tier again: what lies there is no eviction's rest then."""
+        lease = next((lease for lease in self._seen.leases.get(attempt, ()) if lease.kind == BRING), None)
+        if lease is not None:
+            self.waiting.append((attempt, f"{lease.holder} is copying it"))
+        return lease is not None
 
     def _left_on(self, attempt: Attempt) -> bool:
         """Whether a tier that is ours to work on has something left of an attempt that is gone."""

@@ -221,7 +221,8 @@ async def _mark(h: Housekeeping, attempt: Attempt, tier: Tier, reason: str, copi
         if not marked:  # else some of the copy may be gone already
             await tier.storage.delete([attempt.evicted_path])
         raise _refused(attempt, tier, "it was held just now", "`tierstore release` ends a hold")
-    return Emptying(attempt=attempt, tier=tier, kind="evict", why=f"dropped from {tier.name} on this node: {reason}", named=frozenset(copies.named))
+    why = f"dropped from {tier.name} on this node: {reason}"
+    return Emptying(attempt=attempt, tier=tier, kind="evict", why=why, named=frozenset(copies.named))
 
 
 def _is_staging(h: Housekeeping, tier: Tier) -> bool:

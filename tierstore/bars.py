@@ -1,0 +1,79 @@
+"""Progress bars on a terminal: one per tier, with bytes, rate and time left. For the command line, and for a store that is being closed.
+
+They are drawn on stderr, and only where that is a terminal; a program's logs and pipes never see one.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as RichProgress
+
+from tierstore.config import progress_wanted
+from tierstore.names import Attempt
+from tierstore.tiers.progress import Progress
+
+__all__ = ["TierBars", "closing_bars", "new_bars"]
+
+
+class TierBars:
+    """A `Progress` that fills one bar per tier. Called on the event loop's thread; rich draws on a thread of its own.
+
+    Args:
+        bars: Where they are drawn.
+        totals: Tier → bytes that are going to be moved, where they are known; a file that exceeds them makes its bar longer.
+    """
+
+    def __init__(self, bars: RichProgress, totals: Mapping[str, int]) -> None:
+        self._bars = bars
+        self._lock = threading.Lock()
+        self._promised = dict(totals)
+        self._files: dict[tuple[str, Attempt, str], tuple[int, int]] = {}
+        self._done: dict[str, int] = {}
+        self._seen: dict[str, int] = {}
+        self._tasks: dict[str, TaskID] = {tier: bars.add_task(tier, total=nbytes or None) for tier, nbytes in totals.items()}
+
+    def __call__(self, tier: str, attempt: Attempt, file: str, nbytes_done: int, nbytes: int) -> None:
+        with self._lock:
+            before, size = self._files.get((tier, attempt, file), (0, 0))
+            self._files[tier, attempt, file] = nbytes_done, nbytes
+            done = self._done[tier] = self._done.get(tier, 0) + nbytes_done - before
+            seen = self._seen[tier] = self._seen.get(tier, 0) + nbytes - size
+            if tier not in self._tasks:
+                self._tasks[tier] = self._bars.add_task(tier, total=None)
+            promised = self._promised.get(tier, 0)
+        self._bars.update(self._tasks[tier], completed=done, total=max(promised, seen) if promised else None)
+
+
+def new_bars(console: Console) -> RichProgress:
+    """Bars that fit 80 columns, and are gone when the work is done."""
+    return RichProgress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=16),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        transient=True,
+        redirect_stdout=False,  # results go where they are to go, bars or not
+    )
+
+
+@contextmanager
+def closing_bars(totals: Mapping[str, int]) -> Iterator[Progress | None]:
+    """Bars on this process's stderr while a store is drained; None where that is no terminal, they are switched off, or nothing is left.
+
+    Args:
+        totals: Tier → bytes that are not there yet.
+    """
+    stream = sys.stderr  # None in a program that was started without one
+    if not totals or stream is None or not stream.isatty() or not progress_wanted():
+        yield None
+        return
+    with new_bars(Console(file=stream, markup=False, emoji=False, highlight=False)) as bars:
+        yield TierBars(bars, totals)
