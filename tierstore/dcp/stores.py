@@ -42,15 +42,23 @@ class WriterStore:
 
     def submit(self, attempt: Attempt, staged: StagedState, *, metrics: dict[str, float], tags: tuple[str, ...], final: bool) -> Ticket:
         """`Store.submit`, after failures that were told already are put aside."""
+        try:
+            self.raise_errors()
+        except SaveError:
+            staged.release()
+            raise
+        return self.store.submit(attempt, staged, metrics=metrics, tags=tags, final=final)
+
+    def raise_errors(self) -> None:
+        """`Store.raise_errors`, but for failures that were told already."""
         while True:
             try:
                 self.store.raise_errors()
             except SaveError as error:
                 if not self._knows(error):
-                    staged.release()
                     raise
                 continue
-            return self.store.submit(attempt, staged, metrics=metrics, tags=tags, final=final)
+            return
 
     def close(self) -> None:
         """Drains and closes the store; raises its errors but those that were told already."""

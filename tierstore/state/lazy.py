@@ -21,7 +21,8 @@ from tierstore.state.boxes import Box, whole
 from tierstore.state.choice import Choice
 from tierstore.state.codecs import default_codecs
 from tierstore.state.export.exporting import Exported, ExportOptions, export_checkpoint
-from tierstore.state.load import LoadOptions, load_state, read_tree
+from tierstore.state.load import LoadOptions, load_fresh, load_state, read_tree
+from tierstore.state.rank_trees import RankTrees
 from tierstore.state.reading import Fill, Reader, Run, fill_all
 from tierstore.state.renamed import renamed_reader
 from tierstore.state.unflatten import MODULE_STATE, SPARSE, TENSOR, stored_tensors
@@ -228,6 +229,18 @@ class Checkpoint(Mapping[str, LazyTensor]):
             IntegrityError: There are no good bytes.
         """
         fill_all(self.replica, self._run, fills)
+
+    def trees(self) -> RankTrees:
+        """The trees of the ranks that saved it, for doors that look for a part of the state whoever saved it."""
+        return RankTrees(self.replica, self._run, rank=self._rank, world_size=None)
+
+    def build(self, node: Any) -> Any:
+        """Loads the part of the state that `node`, a part of one of `trees`, stands for; its tensors are new.
+
+        Raises:
+            IntegrityError: There are no good bytes.
+        """
+        return load_fresh(self.replica, self._run, node, self._codecs)
 
     def close(self) -> None:
         """Ends what only this checkpoint uses (of `tierstore.open_foreign`: its storage's clients); idempotent."""
