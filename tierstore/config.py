@@ -192,8 +192,8 @@ def cache_folder(*, env: Mapping[str, str] | None = None) -> Path | None:
 def files_ack(config: StoreConfig, *, env: Mapping[str, str] | None = None) -> Ack:
     """What ``files: {ack: …}`` means in this process.
 
-    ``auto`` is ``authority`` where the job spans several nodes, as its launcher tells (``WORLD_SIZE`` exceeds ``LOCAL_WORLD_SIZE``): what one
-    node writes, others look for as soon as they meet at a barrier.
+    ``auto`` is ``authority`` where the job spans several nodes, as its launcher tells (``WORLD_SIZE`` exceeds ``LOCAL_WORLD_SIZE``): what
+    one node writes, others look for as soon as they meet at a barrier.
     """
     if config.files.ack != "auto":
         return config.files.ack

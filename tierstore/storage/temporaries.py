@@ -15,7 +15,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Owner", "owner_is_dead", "temporary_name", "this_process"]
+__all__ = ["Owner", "owner_is_alive", "owner_is_dead", "temporary_name", "this_process"]
 
 _NAME = re.compile(r"[a-z]+-([0-9a-f]{12})-([0-9a-f]{8}|none)-(\d+)-(\d+)-(\d+)-[0-9a-f]{16}")
 
@@ -83,3 +83,13 @@ def owner_is_dead(name: str) -> bool:
     if int(found[3]) != me.namespace or not me.namespace:
         return False
     return _start_of(int(found[4])) != int(found[5])
+
+
+def owner_is_alive(name: str) -> bool | None:
+    """True if the process that `name` names lives, False if it provably does not, None if nobody here can tell."""
+    if owner_is_dead(name):
+        return False
+    found = _NAME.fullmatch(name)
+    me = this_process()
+    here = found is not None and found[1] == me.host and found[2] == me.boot != "none" and int(found[3]) == me.namespace != 0
+    return True if here else None

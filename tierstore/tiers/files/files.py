@@ -9,11 +9,13 @@ from collections.abc import Sequence
 
 from tierstore.clock import utc_text
 from tierstore.config import Ack, files_ack
-from tierstore.errors import NotFoundError
+from tierstore.errors import LockedError, NotFoundError, TierStoreError
 from tierstore.format.digest import block_digests, file_digest
 from tierstore.storage.contract import Source
 from tierstore.storage.posix import PosixStorage
 from tierstore.storage.sources import BytesSource, LocalSource
+from tierstore.storage.tasks import end_all
+from tierstore.storage.temporaries import temporary_name
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.files.entry import FileEntry, FileVersion, folder_entry
 from tierstore.tiers.files.looking import Looker, State
@@ -21,10 +23,12 @@ from tierstore.tiers.files.mover import Item, Mover, MoverOptions, PendingFile
 from tierstore.tiers.files.places import check_path
 from tierstore.tiers.files.publishing import Publisher
 from tierstore.tiers.files.reading import AnyTierSource, Reader, data_path
+from tierstore.tiers.files.reconcile import FILES_LOCK, look_at_files, take_over, tidy
 from tierstore.tiers.files.spool import Spool, spool_folders
+from tierstore.tiers.locks import RunLock, lock_path
 from tierstore.tiers.session import Session
 from tierstore.tiers.tier import Tier
-from tierstore.tiers.together import together
+from tierstore.tiers.together import happens, together
 
 __all__ = ["Ack", "FileEntry", "FileVersion", "Files", "PendingFile", "Spool"]
 
@@ -50,8 +54,11 @@ class Files:
         self._patience_s = config.save.patience_s
         self._looker = Looker(session.tiers)
         self._reader = Reader(session.tiers, self._looker)
-        self._mover = Mover(self._context, MoverOptions(patience_s=self._patience_s))
+        self._owner = temporary_name("file")
+        self._mover = Mover(self._context, MoverOptions(patience_s=self._patience_s), self._owner)
         self._publisher = Publisher(self._context, session.clock, self._looker, self._mover)
+        self._taking_over: asyncio.Task[None] | None = None
+        self._looked = asyncio.Event()
         self._pid = os.getpid()
 
     # Looking
@@ -110,7 +117,8 @@ class Files:
             TierFullError, AccessError, StorageError: No tier takes it; nothing was published.
             DeadlineError: It is published, but not as far as `ack` asks, and the tier keeps failing; it is carried on.
         """
-        entry = await asyncio.to_thread(spool.entry, self._publisher.owner, utc_text(self._session.clock.now()))
+        entry = await asyncio.to_thread(spool.entry, self._owner, utc_text(self._session.clock.now()))
+        self._begin()
         version, item = await self._publisher.publish(
             check_path(path), entry, lambda tier: _SpoolSource.of(spool, entry.nbytes, tier), exclusive=exclusive
         )
@@ -121,6 +129,7 @@ class Files:
     async def put(self, path: str, data: bytes, *, exclusive: bool = False) -> FileVersion:
         """Publishes `data` as the newest version of `path`. Errors as `publish`."""
         entry = await asyncio.to_thread(self._entry_of, data)
+        self._begin()
         version, item = await self._publisher.publish(check_path(path), entry, lambda tier: BytesSource(data), exclusive=exclusive)
         await self._acknowledge(item)
         return version
@@ -129,7 +138,7 @@ class Files:
         """Makes a folder that exists though nothing lies in it; fine if it was made already. Errors as `publish`."""
         if not path or (await self._looker.state(check_path(path), is_folder=True)).live is not None:
             return
-        entry = folder_entry(self._publisher.owner, self._session.clock.now())
+        entry = folder_entry(self._owner, self._session.clock.now())
         _, item = await self._publisher.publish(path, entry, lambda tier: BytesSource(b""), is_folder=True)
         await self._acknowledge(item)
 
@@ -172,7 +181,7 @@ class Files:
             digest=entry.digest,
             block_nbytes=entry.block_nbytes,
             blocks=entry.blocks,
-            owner=self._publisher.owner,
+            owner=self._owner,
             created_at=utc_text(self._session.clock.now()),
         )
 
@@ -188,25 +197,60 @@ class Files:
     # Carrying on
 
     async def sync(self, timeout: float | None = None) -> None:
-        """Waits until everything that was published is on every tier.
+        """Takes over what dead processes of this node left, then waits until everything that was published is on every tier.
 
         Raises:
             DeadlineError: Not within `timeout` seconds, or a tier keeps failing; the rest is carried on later.
             TierStoreError: Something can't be brought where it should be.
         """
-        await self._mover.drain(timeout)
+        end = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        self._begin()
+        if self._taking_over is not None:
+            await happens(self._looked, timeout)
+        await self._mover.drain(None if end is None else max(0.0, end - asyncio.get_running_loop().time()))
 
     def pending(self) -> Sequence[PendingFile]:
         """What is not where it should be yet; to be called on the session's loop, or for a picture that may be a moment old."""
         return self._mover.pending()
 
     async def close(self, deadline: float | None = None) -> None:
-        """Waits as `sync` does, `deadline` seconds at most, then ends the background work. Errors as `sync`."""
+        """Waits until everything that was published is on every tier, `deadline` seconds at most, then ends the background work.
+
+        Raises:
+            DeadlineError, TierStoreError: As `sync`.
+        """
         try:
             if self._pid == os.getpid():
                 await self._mover.drain(deadline)
         finally:
+            if self._taking_over is not None:
+                await end_all({self._taking_over})
             await self._mover.close()
+
+    def _begin(self) -> None:
+        """The first writing: from now on this process also carries on what dead ones left."""
+        if self._taking_over is None and len(self._tiers) > 1:
+            self._taking_over = asyncio.ensure_future(self._take_over())
+
+    async def _take_over(self) -> None:
+        """One process of a node does it, and has the lock until what it took over is where it should be."""
+        lock = RunLock(lock_path(self._tiers, FILES_LOCK), FILES_LOCK)
+        try:
+            async with lock.hold():
+                picture = await look_at_files(self._tiers)
+                now = self._session.clock.now()
+                items = await take_over(picture.lacking(now=now), self._mover, now=now)
+                self._looked.set()
+                await tidy(picture, self._mover, self._session.clock)
+                await self._mover.wait_for_all(items)
+            if picture.complete:
+                self._looker.restored()
+        except LockedError as error:
+            log.debug("another process of this node carries on what was left: %s", error.message)
+        except TierStoreError as error:
+            log.warning("what other processes left is not carried on now, `tierstore sync` does it: %s", error.message)
+        finally:
+            self._looked.set()
 
     async def _acknowledge(self, item: Item) -> None:
         if self._ack == "nearest":
@@ -222,7 +266,7 @@ class Files:
             digest=file_digest(blocks),
             block_nbytes=block,
             blocks=blocks,
-            owner=self._publisher.owner,
+            owner=self._owner,
             created_at=utc_text(self._session.clock.now()),
         )
 

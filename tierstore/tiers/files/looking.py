@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from tierstore.errors import NotFoundError, StorageError, TierStoreError
 from tierstore.storage.contract import FileInfo
@@ -29,10 +30,11 @@ _Listings = dict[str, Sequence[FileInfo]]
 
 @dataclass(slots=True, kw_only=True)
 class Held:
-    """What one tier holds of one version. `entry` and `data`: lengths in bytes, None where there is none."""
+    """What one tier holds of one version. `entry` and `data`: lengths in bytes, None where there is none; `data_at`: when it was written."""
 
     entry: int | None = None
     data: int | None = None
+    data_at: datetime | None = None
     gone: bool = False
 
     @property
@@ -112,7 +114,7 @@ def group(files: Iterable[FileInfo]) -> dict[Key, OnTier]:
         if leaf.kind == "entry":
             held.entry = leaf.nbytes
         elif leaf.kind == "data":
-            held.data = info.nbytes
+            held.data, held.data_at = info.nbytes, info.modified_at
         else:
             held.gone = True
     return found

@@ -66,7 +66,7 @@ class Item:
 
     @property
     def key(self) -> Key:
-        return self.put.path, self.put.is_folder
+        return self.put.key
 
 
 class _NoSource(Exception):
@@ -266,7 +266,7 @@ class Lane:
             await place_entry(tier, put)
             held = on_tier.marks.setdefault(put.mark, _held(put))
             held.entry, held.gone = (put.nbytes, False) if put.kind == "entry" else (None, True)
-        await clean(tier, put.path, on_tier, is_folder=put.is_folder, keep=self._mover.wanted_from(tier, put))
+        await clean(tier, put.path, on_tier, is_folder=put.is_folder, keep=self._mover.wanted_from(tier, put.key))
 
 
 class Mover:
@@ -275,11 +275,13 @@ class Mover:
     Args:
         context: The tiers and the limits that copies share.
         options: The rules.
+        owner: This process, as entries name it.
     """
 
-    def __init__(self, context: CopyContext, options: MoverOptions) -> None:
+    def __init__(self, context: CopyContext, options: MoverOptions, owner: str = "") -> None:
         self.context = context
         self.options = options
+        self.owner = owner
         self.errors: list[TierStoreError] = []
         self.changed = asyncio.Event()
         self._lanes: dict[str, Lane] = {}
@@ -291,7 +293,7 @@ class Mover:
 
     def knows(self, put: FilePut) -> bool:
         """Whether it is on its way already."""
-        return any(item.put.mark == put.mark for item in self._by_key.get((put.path, put.is_folder), ()))
+        return any(item.put.mark == put.mark for item in self._by_key.get(put.key, ()))
 
     def add(self, item: Item, targets: Iterable[Tier]) -> None:
         """Takes an item in for the tiers that lack it."""
@@ -313,9 +315,9 @@ class Mover:
         """What is not where it should be yet, lane by lane, in order."""
         return [one for name in self.tiers.names if name in self._lanes for one in self._lanes[name].pending()]
 
-    def wanted_from(self, tier: Tier, put: FilePut) -> set[Mark]:
+    def wanted_from(self, tier: Tier, key: Key) -> set[Mark]:
         """The versions of a path that other lanes have still to copy from `tier`, if they were not removed."""
-        items = self._by_key.get((put.path, put.is_folder), ())
+        items = self._by_key.get(key, ())
         return {i.put.mark for i in items if i.entry is not None and i.waits - {tier.name} and not self.is_removed(i)}
 
     def is_removed(self, item: Item) -> bool:
@@ -361,7 +363,7 @@ class Mover:
             try:
                 on_tier = await on_this(tier, item.put) if tier.storage.capabilities.local else None
                 if on_tier is not None and len(on_tier.marks) > 1:
-                    keep = self.wanted_from(tier, item.put)
+                    keep = self.wanted_from(tier, item.key)
                     await clean(tier, item.put.path, on_tier, is_folder=item.put.is_folder, keep=keep)
             except (StorageError, NotFoundError) as error:
                 log.debug("tier=%s file=%r older versions stay for now: %s", tier.name, item.put.path, error.message)
@@ -379,6 +381,14 @@ class Mover:
             await happens(self.changed, 1.0)
         if tier in item.failures:
             raise item.failures[tier]
+
+    async def wait_for_all(self, items: Iterable[Item]) -> None:
+        """Waits until each of `items` is where it should be, or never will be."""
+        waiting = [item for item in items if item.waits]
+        while waiting:
+            self.changed.clear()
+            await happens(self.changed, 1.0)
+            waiting = [item for item in waiting if item.waits]
 
     async def drain(self, timeout_s: float | None) -> None:
         """Waits until everything is where it should be.
@@ -431,7 +441,7 @@ class Mover:
 
 async def on_this(tier: Tier, put: FilePut) -> OnTier:
     """What a tier holds of an item's path."""
-    return group(await tier.storage.list(put.place)).get((put.path, put.is_folder)) or OnTier()
+    return group(await tier.storage.list(put.place)).get(put.key) or OnTier()
 
 
 async def _length(tier: Tier, path: str) -> int | None:

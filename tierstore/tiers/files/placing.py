@@ -15,7 +15,7 @@ from tierstore.storage.contract import Source
 from tierstore.storage.posix import PosixStorage
 from tierstore.storage.sources import LocalSource, ThrottledSource
 from tierstore.tiers.files.entry import FileEntry, encode_entry
-from tierstore.tiers.files.looking import OnTier
+from tierstore.tiers.files.looking import Key, OnTier
 from tierstore.tiers.files.places import Kind, Mark, leaf_name, place_of
 from tierstore.tiers.space import check_space
 from tierstore.tiers.tier import Tier
@@ -40,6 +40,10 @@ class FilePut:
     def of_entry(path: str, mark: Mark, entry: FileEntry, *, is_folder: bool = False) -> FilePut:
         document = encode_entry(path, entry, is_folder=is_folder)
         return FilePut(path=path, is_folder=is_folder, mark=mark, nbytes=entry.nbytes, kind="entry", document=document)
+
+    @property
+    def key(self) -> Key:
+        return self.path, self.is_folder
 
     @property
     def place(self) -> str:

@@ -12,7 +12,7 @@ from tierstore.errors import ConflictError, IntegrityError, NotFoundError, Stora
 from tierstore.names import later_save_id
 from tierstore.storage.contract import Source
 from tierstore.storage.sources import LocalSource, StorageSource
-from tierstore.storage.temporaries import owner_is_dead, temporary_name
+from tierstore.storage.temporaries import owner_is_dead
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.files.entry import FileEntry, FileVersion, encode_claim, encode_gone, owner_in
 from tierstore.tiers.files.eviction import make_room
@@ -40,7 +40,6 @@ class Publisher:
         self._looker = looker
         self._mover = mover
         self._last_id = ""
-        self.owner = temporary_name("file")
 
     def new_mark(self, version: int) -> Mark:
         """A mark that sorts after all that this process has made, so that the order of ULIDs is the order of publication."""
@@ -89,7 +88,7 @@ class Publisher:
         """
         self._tiers.check_writable()
         mark = self.new_mark(state.last_version + 1)
-        document = encode_gone(state.path, self.owner, self._clock.now())
+        document = encode_gone(state.path, self._mover.owner, self._clock.now())
         put = FilePut(path=state.path, is_folder=state.is_folder, mark=mark, nbytes=0, kind="gone", document=document)
         own = [t for t in self._tiers if t.scope == "node" and not self._tiers.is_authority(t)]
         reach("files.before-gone")
@@ -150,7 +149,7 @@ class Publisher:
     async def _clean(self, tier: Tier, put: FilePut, on_tier: OnTier) -> None:
         """Older versions go, but those that are still being carried on; what can't be deleted now stays for the next to find."""
         try:
-            await clean(tier, put.path, on_tier, is_folder=put.is_folder, keep=self._mover.wanted_from(tier, put))
+            await clean(tier, put.path, on_tier, is_folder=put.is_folder, keep=self._mover.wanted_from(tier, put.key))
         except (StorageError, NotFoundError) as error:
             log.warning("tier=%s file=%r older versions stay for now: %s", tier.name, put.path, error.message)
 
@@ -171,7 +170,7 @@ class Publisher:
         """
         authority = self._tiers.authority
         for _ in range(_CLAIMS):
-            claim = encode_claim(put.path, self.owner, secrets.token_hex(16), self._clock.now())
+            claim = encode_claim(put.path, self._mover.owner, secrets.token_hex(16), self._clock.now())
             reach("files.before-claim")
             try:
                 await authority.storage.create(claim_path(put.path, put.mark.version), claim)
