@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from tierstore.errors import IntegrityError, NotFoundError, UsageError
-from tierstore.state.folder import folder_state
+from tierstore.errors import IntegrityError, NotFoundError, StateMismatchError, UsageError
+from tierstore.state.folder import FOLDER, folder_state
 from tierstore.state.folder_ranks import restore_once_a_node, share_files
 from tierstore.state.folder_restore import restore_folder, same_folder
 from tierstore.state.load import LoadOptions
@@ -235,8 +235,15 @@ def _candidates(store: Store, which: int | str, fallback: bool) -> list[Checkpoi
     """The checkpoint to take, and with `fallback` the older ones after it."""
     if which != "latest":
         return [_step(store, which)]
-    # Commits what a dead process left whole, and agrees with the other ranks; of the state nothing is wanted yet.
-    resumed = store.resume(into={}, options=LoadOptions(unexpected="ignore"), fallback=fallback)
+    try:
+        # Commits what a dead process left whole, and agrees with the other ranks; of the state only this one number is wanted yet.
+        resumed = store.resume(into={FOLDER: {"version": 0}}, options=LoadOptions(unexpected="ignore"), fallback=fallback)
+    except StateMismatchError as error:
+        raise UsageError(
+            f"the newest checkpoint of run {store.run!r} was not saved from a folder, so not by TierCheckpointCallback",
+            hint="load it with Store.resume or Store.load; give the Trainer a run of its own",
+            run=store.run,
+        ) from error
     if resumed is None:
         return []
     if not fallback:
