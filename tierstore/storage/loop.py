@@ -61,6 +61,16 @@ class EventLoop:
             coro.close()
             raise
 
+    @property
+    def asyncio_loop(self) -> asyncio.AbstractEventLoop:
+        """The loop itself, in this process, started if need be; for code that compares loops, or wants one.
+
+        Raises:
+            ClosedError: `close` was called.
+        """
+        with self._lock:
+            return self._start()
+
     def run(self, coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Runs `coro` on the loop and waits for its result.
 

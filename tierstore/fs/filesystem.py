@@ -1,0 +1,473 @@
+"""`TierFileSystem`: ``tier://`` for everything that speaks fsspec.
+
+Coroutines may be awaited on any event loop: each piece of work goes to the session's own one. Synchronous methods run there too and wait
+(never by `fsspec.asyn.sync`, which returns None where a coroutine was cancelled, and hangs in some forked children: PROTOCOLS.md §8).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import os
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fsspec.asyn import AsyncFileSystem
+from fsspec.callbacks import DEFAULT_CALLBACK
+from fsspec.spec import _Cached
+from fsspec.utils import isfilelike
+
+from tierstore.errors import ConflictError, NotFoundError, UsageError
+from tierstore.fs.local import receive_file, send_file
+from tierstore.fs.nodes import Node, NotAFolderError, NotEmptyError, UnsupportedModeError
+from tierstore.fs.opened import Key, Opened, Place, close_files, open_files
+from tierstore.fs.places import inner, options_of, outer, place_of, with_config
+from tierstore.fs.streams import TierReader, TierWriter
+from tierstore.fs.tree import Range, Tree
+from tierstore.tiers.files.spool import Spool
+
+__all__ = ["TierFileSystem"]
+
+_T = TypeVar("_T")
+Info = dict[str, Any]
+
+
+class _Placed(_Cached):  # type: ignore[misc]
+    """Instances are kept by the configuration that is meant, not by what was written to mean it."""
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        return super().__call__(*args, **with_config(options))
+
+
+class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
+    """Files and checkpoints of a store's tiers.
+
+    Args:
+        config: A YAML file's path, a mapping, or a `StoreConfig`; None: what the command line would find.
+        tiers: The tiers themselves instead, nearest first, as `tierstore.open` takes them.
+        ack: When a file counts as written: ``nearest``, ``authority``, ``durable``, or ``auto``; empty: as configured (``files.ack``).
+        name: A configuration's name, as in ``tier://NAME/…``.
+        store: An open `Store`, whose configuration is meant.
+        asynchronous: The caller awaits the coroutines itself.
+        batch_size: How many files fsspec's bulk operations work on at once.
+        fingerprint: Made by the class itself: tells configurations given as values apart.
+    """
+
+    protocol = "tier"
+    root_marker = "/"
+    mirror_sync_methods = False  # ours are below: fsspec's bridge has traps
+    cachable = True
+
+    def __init__(
+        self,
+        config: Any = None,
+        *,
+        tiers: Iterable[Any] | None = None,
+        ack: str = "",
+        asynchronous: bool = False,
+        batch_size: int | None = None,
+        fingerprint: str = "",
+        **options: Any,
+    ) -> None:
+        if getattr(self, "_cached", False):
+            return
+        # A loop is named only because the base class would start one of its own; `loop` gives the session's.
+        super().__init__(asynchronous=True, batch_size=batch_size, use_listings_cache=False, **options)
+        self.asynchronous = asynchronous
+        self._given: dict[str, Any] = {"config": config, "tiers": None if tiers is None else list(tiers), "ack": ack}
+        self._place: Place | None = None
+        self._key: Key = ("", "")
+
+    # ---- the store behind it
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that all work runs on: the session's own, which a forked child makes anew."""
+        return self._opened().session.loop.asyncio_loop
+
+    @property
+    def fsid(self) -> str:
+        """Names the store: equal for all file systems over it."""
+        return f"tier_{self._opened().session.tiers.store_id}"
+
+    def sync_tiers(self, timeout: float | None = None) -> None:
+        """Waits until what this process has written is on every tier that should have it.
+
+        Args:
+            timeout: Seconds to wait; None: as long as it goes on.
+
+        Raises:
+            DeadlineError: Not done in time.
+            PartialError, StorageError: Some files can't be carried on; names them.
+        """
+        opened = self._opened()
+        opened.session.run(opened.files.sync(timeout))
+
+    def close(self, deadline: float | None = None) -> None:
+        """Waits as `sync_tiers`, then closes this process's tiers of that configuration; a later call opens them anew.
+
+        Without it that is done when the interpreter ends.
+
+        Args:
+            deadline: Seconds that the background work may take; None: as long as it goes on.
+
+        Raises:
+            PartialError: Some files have not reached all tiers; `tierstore sync`, or a later process on this node, carries them on.
+        """
+        if self._place is not None:
+            close_files(self._key, deadline=deadline)
+
+    def _opened(self, *, writing: bool = False) -> Opened:
+        if self._place is None:
+            place = place_of(self._given["config"], self._given["tiers"], self._given["ack"])
+            self._key = place.key
+            self._place = place
+        return open_files(self._place, self._key, writing=writing)
+
+    def _wait(self, coro: Callable[[], Coroutine[Any, Any, _T]], *, writing: bool = False) -> _T:
+        """Runs a coroutine on the session's loop and waits for it; as `EventLoop.run`."""
+        return self._opened(writing=writing).session.run(coro())
+
+    async def _there(self, work: Callable[[Tree], Coroutine[Any, Any, _T]], *, writing: bool = False) -> _T:
+        """Runs `work` on the session's loop, from whichever loop this is awaited on."""
+        opened = await asyncio.to_thread(self._opened, writing=writing)
+        if asyncio.get_running_loop() is opened.session.loop.asyncio_loop:
+            return await work(opened.tree)
+        return await asyncio.wrap_future(opened.session.submit(work(opened.tree)))
+
+    # ---- names
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return [inner(each) for each in path] if isinstance(path, list) else inner(path)
+
+    @staticmethod
+    def _get_kwargs_from_urls(path: str) -> dict[str, Any]:
+        return options_of(path) if path[:7].lower() == "tier://" else {}
+
+    def unstrip_protocol(self, name: str) -> str:
+        """The URI of a path here, with the configuration or the tiers in it."""
+        return outer(inner(name), self._given)
+
+    def _names(self, path: Any) -> str:
+        """The path as the tree knows it."""
+        return inner(path)[1:]
+
+    # ---- looking
+
+    async def _info(self, path: str, **options: Any) -> Info:
+        name = self._names(path)
+        return (await self._there(lambda tree: tree.look_up(name))).info()
+
+    async def _ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
+        name = self._names(path)
+        found = await self._there(lambda tree: tree.list(name))
+        return [node.info() if detail else f"/{node.path}" for node in found]
+
+    async def _find(
+        self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, prefix: str = "", **options: Any
+    ) -> Any:
+        if maxdepth is not None and maxdepth < 1:
+            raise ValueError("maxdepth must be at least 1")
+        name = self._names(path)
+        start = f"{name}/" if name else ""
+
+        async def look(tree: Tree) -> list[Node]:
+            found = [
+                node
+                for node in await tree.below(name)
+                if (withdirs or not node.is_folder)
+                and node.path[len(start) :].startswith(prefix)
+                and (maxdepth is None or node.path[len(start) :].count("/") < maxdepth)
+            ]
+            own = await tree.find(name) if name and (withdirs or not found) else None
+            return [own, *found] if own is not None and (withdirs or not own.is_folder) else found
+
+        found = {f"/{node.path}": node.info() for node in await self._there(look)}
+        return found if detail else sorted(found)
+
+    async def _created(self, path: str) -> datetime:
+        name = self._names(path)
+        at = (await self._there(lambda tree: tree.look_up(name))).at
+        if at is None:
+            raise NotImplementedError(f"nobody made the folder /{name}: it has no time of its own")
+        return at
+
+    def created(self, path: str) -> datetime:
+        """When the file's bytes were published, by the writer's clock: a file that is written again is another version."""
+        return self._wait(lambda: self._created(path))
+
+    modified = created
+
+    def checksum(self, path: str) -> int:
+        """The file's SHA-256 (over its blocks' digests) as a number: equal for equal bytes."""
+
+        async def ask(tree: Tree) -> str:
+            return await tree.digest(await tree.file(self._names(path)))
+
+        return int(self._wait(lambda: self._there(ask)).partition(":")[2], 16)
+
+    def ukey(self, path: str) -> str:
+        """Names the version of the file: another one after each write."""
+
+        async def ask(tree: Tree) -> str:
+            node = await tree.look_up(self._names(path))
+            return f"{node.path}@{node.identity}"
+
+        return self._wait(lambda: self._there(ask))
+
+    def walk(self, path: str, maxdepth: int | None = None, topdown: bool = True, on_error: Any = "omit", **options: Any) -> Iterator[Any]:
+        """As fsspec's, a folder at a time."""
+        steps = self._walk(path, maxdepth=maxdepth, topdown=topdown, on_error=on_error, **options)
+
+        async def step() -> list[Any]:
+            try:
+                return [await steps.__anext__()]
+            except StopAsyncIteration:
+                return []
+
+        while found := self._wait(step):
+            yield found[0]
+
+    # ---- reading
+
+    async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        name = self._names(path)
+
+        async def read(tree: Tree) -> bytes:
+            return await tree.read(await tree.file(name), Range(start=start, end=end))
+
+        return await self._there(read)
+
+    async def _cat_ranges(
+        self,
+        paths: list[str],
+        starts: Any,
+        ends: Any,
+        max_gap: int | None = None,
+        batch_size: int | None = None,
+        on_error: str = "return",
+        **options: Any,
+    ) -> list[Any]:
+        if not isinstance(paths, list):
+            raise TypeError("paths must be a list")
+        starts = list(starts) if isinstance(starts, Iterable) else [starts] * len(paths)
+        ends = list(ends) if isinstance(ends, Iterable) else [ends] * len(paths)
+        if not len(starts) == len(ends) == len(paths):
+            raise ValueError("paths, starts and ends differ in length")
+        wanted = [(self._names(p), Range(start=s, end=e)) for p, s, e in zip(paths, starts, ends, strict=True)]
+        found = await self._there(lambda tree: tree.read_ranges(wanted, gap_nbytes=max_gap))
+        failure = next((each for each in found if isinstance(each, Exception)), None)
+        if failure is not None and on_error != "return":
+            raise failure
+        return found
+
+    async def _get_file(self, rpath: str, lpath: Any, callback: Any = DEFAULT_CALLBACK, **options: Any) -> None:
+        name = self._names(rpath)
+        node = await self._there(lambda tree: tree.look_up(name))
+        if node.is_folder:
+            os.makedirs(lpath, exist_ok=True)
+            return
+        callback.set_size(node.nbytes)
+        target = lpath if isfilelike(lpath) else Path(lpath)
+        await self._there(lambda tree: receive_file(tree, node, target, callback.relative_update))
+
+    def read_node(self, node: Node, wanted: Range) -> bytes:
+        """Bytes of a file that was looked up before, for `TierReader`."""
+        return self._wait(lambda: self._there(lambda tree: tree.read(node, wanted)))
+
+    # ---- writing
+
+    async def _pipe_file(self, path: str, value: Any, mode: str = "overwrite", **options: Any) -> None:
+        name = self._names(path)
+        if self._intrans:
+            await asyncio.to_thread(self._write_later, name, mode, lambda file: file.write(value))
+            return
+        await self._there(lambda tree: tree.put(name, bytes(value), exclusive=_exclusive(mode)), writing=True)
+
+    async def _put_file(self, lpath: Any, rpath: str, mode: str = "overwrite", callback: Any = DEFAULT_CALLBACK, **options: Any) -> None:
+        name, source = self._names(rpath), Path(lpath)
+        if await asyncio.to_thread(source.is_dir):
+            await self._makedirs(rpath, exist_ok=True)
+            return
+        callback.set_size(await asyncio.to_thread(lambda: source.stat().st_size))
+        if self._intrans:
+            await asyncio.to_thread(
+                self._write_later, name, mode, lambda file: send_file(source, file.write, callback.relative_update)
+            )
+            return
+
+        async def send(tree: Tree) -> None:
+            await tree.check_writable(name)
+            spool = tree.files.spool()
+            try:
+                await asyncio.to_thread(send_file, source, spool.write, callback.relative_update)
+                await tree.publish(name, spool, exclusive=_exclusive(mode))
+            finally:
+                spool.discard()
+
+        await self._there(send, writing=True)
+
+    def _write_later(self, name: str, mode: str, write: Callable[[TierWriter], object]) -> None:
+        """Within a transaction: what is written is published when that ends."""
+        file = self._open(name, "xb" if _exclusive(mode) else "wb", autocommit=False)
+        with file:
+            write(file)
+        self.transaction.files.append(file)
+
+    async def _cp_file(self, path1: str, path2: str, **options: Any) -> None:
+        source, target = self._names(path1), self._names(path2)
+        await self._there(lambda tree: tree.copy(source, target), writing=True)
+
+    async def _mv(self, path1: str, path2: str, recursive: bool = False, maxdepth: int | None = None, **options: Any) -> None:
+        """The new name is there before the old one goes; between the two both are."""
+        source, target = self._names(path1), self._names(path2)
+        if source == target:
+            return
+
+        async def move(tree: Tree) -> None:
+            await tree.check_writable(source, target)
+            node = await tree.look_up(source)
+            to = await tree.find(target)
+            into = f"{target}/{source.rpartition('/')[2]}" if str(path2).endswith("/") or (to is not None and to.is_folder) else target
+            if not node.is_folder:
+                await tree.copy(source, into)
+                await tree.remove([node])
+                return
+            if f"{into}/".startswith(f"{source}/"):
+                raise UsageError(f"/{source} can't be moved into itself", hint="move it elsewhere")
+            moved = [node, *await tree.below(source)]
+            for each in moved:
+                if each.source is not None:
+                    await tree.copy(each.path, f"{into}{each.path[len(source) :]}")
+            await tree.remove(moved[::-1])
+
+        if any(mark in source for mark in "*?[") or isinstance(path1, list):
+            await self._copy(path1, path2, recursive=recursive, maxdepth=maxdepth, on_error="raise")
+            await self._rm(path1, recursive=recursive, maxdepth=maxdepth)
+            return
+        await self._there(move, writing=True)
+
+    async def _rm_file(self, path: str, **options: Any) -> None:
+        name = self._names(path)
+
+        async def remove(tree: Tree) -> None:
+            node = await tree.look_up(name)
+            if node.is_folder and await tree.below(name):
+                raise NotEmptyError(f"/{name} is a folder that is not empty", hint="use fs.rm(path, recursive=True)")
+            await tree.remove([node])
+
+        await self._there(remove, writing=True)
+
+    async def _rm(
+        self, path: Any, recursive: bool = False, batch_size: int | None = None, maxdepth: int | None = None, **options: Any
+    ) -> None:
+        if not recursive:
+            for each in await self._expand_path(path, maxdepth=maxdepth):
+                await self._rm_file(each)
+            return
+        expanded = [self._names(each) for each in await self._expand_path(path, recursive=True, maxdepth=maxdepth)]
+
+        async def remove(tree: Tree) -> None:
+            nodes = [node for name in expanded if name and (node := await tree.find(name)) is not None]
+            await tree.remove(sorted(nodes, key=lambda node: (node.is_folder, node.path)))
+
+        await self._there(remove, writing=True)
+
+    async def _mkdir(self, path: str, create_parents: bool = True, **options: Any) -> None:
+        name = self._names(path)
+        await self._there(lambda tree: tree.make_folder(name, exist_ok=False, parents=create_parents), writing=True)
+
+    async def _makedirs(self, path: str, exist_ok: bool = False) -> None:
+        name = self._names(path)
+        await self._there(lambda tree: tree.make_folder(name, exist_ok=exist_ok), writing=True)
+
+    async def _rmdir(self, path: str) -> None:
+        name = self._names(path)
+
+        async def remove(tree: Tree) -> None:
+            node = await tree.look_up(name)
+            if not node.is_folder:
+                raise NotAFolderError(f"/{name} is a file", hint="use fs.rm_file")
+            if await tree.below(name):
+                raise NotEmptyError(f"/{name} is a folder that is not empty", hint="use fs.rm(path, recursive=True)")
+            await tree.remove([node])
+
+        await self._there(remove, writing=True)
+
+    async def _touch(self, path: str, truncate: bool = True, **options: Any) -> None:
+        if truncate or not await self._exists(path):
+            await self._pipe_file(path, b"")
+        else:
+            raise NotImplementedError("a file's time is that of its bytes: it can't be changed alone")
+
+    # ---- open files
+
+    def _open(
+        self,
+        path: str,
+        mode: str = "rb",
+        block_size: int | None = None,
+        autocommit: bool = True,
+        cache_options: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        name = self._names(path)
+        if mode == "rb":
+            node = self._wait(lambda: self._there(lambda tree: tree.file(name)))
+            size = self.blocksize if block_size in (None, "default") else block_size
+            return TierReader(self, f"/{name}", node, block_size=size, cache_options=cache_options, **options)
+        if mode not in ("wb", "xb"):
+            raise UnsupportedModeError(
+                f"/{name} can't be opened with mode {mode!r}: files are written as a whole, and immutable then",
+                hint="read it and write it anew ('wb'), or write what is to be added as a file of its own",
+            )
+        opened = self._opened(writing=True)
+        exclusive = mode == "xb"
+
+        async def check(tree: Tree) -> None:
+            await tree.check_writable(name)
+            if exclusive and (node := await tree.find(name)) is not None and not node.is_folder:
+                raise ConflictError(f"there is a file /{name} already", hint="open it with 'wb' to replace it")
+
+        opened.session.run(check(opened.tree))
+
+        def publish(spool: Spool) -> None:
+            opened.session.run(opened.tree.publish(name, spool, exclusive=exclusive))
+
+        return TierWriter(opened.files.spool(), publish, name, mode=mode, autocommit=autocommit)
+
+    def __reduce__(self) -> Any:
+        """Another process opens the same configuration for itself."""
+        return _make, (type(self), {**self._given, "asynchronous": self.asynchronous})
+
+
+def _make(cls: type[TierFileSystem], options: dict[str, Any]) -> TierFileSystem:
+    return cls(**{key: value for key, value in options.items() if value})
+
+
+def _exclusive(mode: str) -> bool:
+    return mode == "create"
+
+
+_WRITES = frozenset({"copy", "cp_file", "makedirs", "mkdir", "mv", "pipe", "pipe_file", "put", "put_file", "rm", "rm_file", "rmdir", "touch"})
+
+
+def _synchronous(name: str) -> Callable[..., Any]:
+    method = getattr(TierFileSystem, f"_{name}")
+
+    @functools.wraps(method)
+    def wait(self: TierFileSystem, *args: Any, **options: Any) -> Any:
+        return self._wait(lambda: getattr(self, f"_{name}")(*args, **options), writing=name in _WRITES)
+
+    wait.__name__ = name
+    return wait
+
+
+for _name in dir(TierFileSystem):
+    if inspect.iscoroutinefunction(getattr(TierFileSystem, _name)) and hasattr(AsyncFileSystem, _name[1:]):
+        if _name[1:] not in vars(TierFileSystem):
+            setattr(TierFileSystem, _name[1:], _synchronous(_name[1:]))

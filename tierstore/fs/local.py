@@ -1,0 +1,51 @@
+"""Files between the tiers and this machine: into a spool, and out into a temporary that takes the name when all bytes are there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tierstore.fs.nodes import Node
+from tierstore.fs.tree import Range, Tree
+from tierstore.storage.temporaries import temporary_name
+
+__all__ = ["receive_file", "send_file"]
+
+_WINDOW_NBYTES = 16 << 20
+
+
+def send_file(source: Path, write: Callable[[bytes], object], progress: Callable[[int], object]) -> None:
+    """Writes a local file by `write`, window by window; blocking. `progress` is told how many bytes each window had."""
+    with source.open("rb") as file:
+        while data := file.read(_WINDOW_NBYTES):
+            write(data)
+            progress(len(data))
+
+
+async def receive_file(tree: Tree, node: Node, target: Any, progress: Callable[[int], object]) -> None:
+    """Copies a file of the tree to a local path, or into an open file.
+
+    Under the path there is what was there before, or all of the new, at every instant: who finds a file there may use it. An existing file
+    is replaced, not written over.
+    """
+    if not isinstance(target, Path):
+        await _copy(tree, node, target.write, progress)
+        return
+    temporary = target.with_name(f".{temporary_name('get')}")
+    file = await asyncio.to_thread(temporary.open, "xb")
+    try:
+        with file:
+            await _copy(tree, node, file.write, progress)
+        await asyncio.to_thread(os.replace, temporary, target)
+    finally:
+        await asyncio.to_thread(temporary.unlink, missing_ok=True)
+
+
+async def _copy(tree: Tree, node: Node, write: Callable[[bytes], object], progress: Callable[[int], object]) -> None:
+    for begin in range(0, node.nbytes, _WINDOW_NBYTES):
+        data = await tree.read(node, Range(start=begin, end=min(begin + _WINDOW_NBYTES, node.nbytes)))
+        await asyncio.to_thread(write, data)
+        progress(len(data))
