@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
+from rich.text import Text
 
 from tierstore.config import progress_wanted
 from tierstore.names import Attempt
 from tierstore.tiers.progress import Progress
+from tierstore.units import format_size
 
 __all__ = ["TierBars", "closing_bars", "new_bars"]
 
@@ -47,7 +49,23 @@ class TierBars:
             if tier not in self._tasks:
                 self._tasks[tier] = self._bars.add_task(tier, total=None)
             promised = self._promised.get(tier, 0)
-        self._bars.update(self._tasks[tier], completed=done, total=max(promised, seen) if promised else None)
+        self._bars.update(self._tasks[tier], completed=done, total=max(promised, seen) or None)
+
+
+class _Moved(ProgressColumn):
+    """``1.2GiB/3.4GiB``; of what nobody knows how long it is, what came."""
+
+    def render(self, task: Task) -> Text:
+        done = format_size(int(task.completed))
+        return Text(done if task.total is None else f"{done}/{format_size(int(task.total))}", justify="right")
+
+
+class _Rate(ProgressColumn):
+    """Bytes a second: just now, and when it is done over all."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.completed / task.finished_time if task.finished and task.finished_time else task.speed
+        return Text(f"{format_size(int(speed))}/s" if speed else "-", justify="right")
 
 
 def new_bars(console: Console) -> RichProgress:
@@ -55,8 +73,8 @@ def new_bars(console: Console) -> RichProgress:
     return RichProgress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=16),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        _Moved(),
+        _Rate(),
         TimeRemainingColumn(compact=True),
         console=console,
         transient=True,
@@ -65,14 +83,15 @@ def new_bars(console: Console) -> RichProgress:
 
 
 @contextmanager
-def closing_bars(totals: Mapping[str, int]) -> Iterator[Progress | None]:
+def closing_bars(left: Callable[[], Mapping[str, int]]) -> Iterator[Progress | None]:
     """Bars on this process's stderr while a store is drained; None where that is no terminal, they are switched off, or nothing is left.
 
     Args:
-        totals: Tier → bytes that are not there yet.
+        left: Tier → bytes that are not there yet; asked only where there is a terminal.
     """
     stream = sys.stderr  # None in a program that was started without one
-    if not totals or stream is None or not stream.isatty() or not progress_wanted():
+    totals = left() if stream is not None and stream.isatty() and progress_wanted() else {}
+    if not totals:
         yield None
         return
     with new_bars(Console(file=stream, markup=False, emoji=False, highlight=False)) as bars:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Literal
 
+from tierstore.bars import closing_bars
 from tierstore.clock import Clock, SystemClock
 from tierstore.config import StoreConfig, load_config
 from tierstore.config_cadence import SaveEvery, parse_every
@@ -39,6 +40,7 @@ from tierstore.tiers.catalog import Catalog, CheckpointInfo, RecordCache, scan
 from tierstore.tiers.exit_hook import ExitHook
 from tierstore.tiers.locks import lock_path
 from tierstore.tiers.log import decide_fate
+from tierstore.tiers.progress import NO_PROGRESS, Progress
 from tierstore.tiers.session import Session
 from tierstore.tiers.status import Status
 from tierstore.tiers.ticket import Ticket
@@ -98,7 +100,13 @@ class Store:
         process_group: Any = None,
         codecs: ObjectCodecs | None = None,
         clock: Clock | None = None,
+        progress: Progress | None = None,
     ) -> None:
+        """Opens it: `tierstore.open` says what the arguments are.
+
+        Args:
+            progress: Told as bytes arrive on tiers, instead of the bars that `close` shows on a terminal.
+        """
         rank, world_size = rank_and_size(rank, world_size, process_group)
         if config.run is None:
             raise UsageError("no run is named", hint="pass run='NAME', set run: in the configuration, or TIERSTORE_RUN")
@@ -111,7 +119,8 @@ class Store:
         self._session = Session.open(config, clock=self._clock, lost="read")
         self._cadence = self._new_cadence(config.save.every)
         self._cache = self._session.new_cache() if rank == 0 else RecordCache()  # of many ranks one keeps this machine's disk busy
-        self._worker = Worker(self._session, self.run, rank=rank)
+        self._told = progress is not None
+        self._worker = Worker(self._session, self.run, rank=rank, progress=progress or NO_PROGRESS)
         self._retention = Retention(
             self._session,
             self.run,
@@ -315,7 +324,15 @@ class Store:
         attempt = self.new_attempt(step)
         foreign = self._session.run(look_at(source, options, format=format, shapes=shapes, skip_objects=skip_objects))
         return adopt_foreign(
-            self._session, foreign, attempt, facts, rename=rename, link=link, submit=self._worker.submit, condemn=self.condemn
+            self._session,
+            foreign,
+            attempt,
+            facts,
+            rename=rename,
+            link=link,
+            progress=self._worker.progress,
+            submit=self._worker.submit,
+            condemn=self.condemn,
         )
 
     # ---- saving for doors that plan and stage for themselves
@@ -577,7 +594,7 @@ class Store:
         self._worker.hurry(deadline)
 
     def close(self, deadline: float | None = None) -> None:
-        """Drains the background work and ends the store; idempotent.
+        """Drains the background work and ends the store; idempotent. Meanwhile a terminal shows a progress bar for each tier.
 
         Args:
             deadline: Seconds to wait; None: until done. What is left then is resumed by the next process or by `tierstore sync`.
@@ -594,7 +611,10 @@ class Store:
         if os.getpid() != self._pid:
             return  # a forked child owns none of this
         try:
-            self._worker.close(deadline)
+            with closing_bars(self._left) as bars:
+                if bars is not None:
+                    self._worker.tell(bars)
+                self._worker.close(deadline)
         finally:
             self._pool.close()
             self._session.close()
@@ -618,6 +638,13 @@ class Store:
         return _reopen, (self.config, self.rank, self.world_size, self._given_codecs)
 
     # ---- inside
+
+    def _left(self) -> dict[str, int]:
+        """Tier → bytes that are not there yet; empty on all ranks but the first, which share its terminal, and where somebody is told."""
+        left: dict[str, int] = {}
+        for copy in self._worker.pending() if self.rank == 0 and not self._told else ():
+            left[copy.tier] = left.get(copy.tier, 0) + copy.nbytes
+        return left
 
     def _new_cadence(self, every: SaveEvery | None) -> Cadence:
         return Cadence(every, self._clock, history=lambda: self._catalog().checkpoints)

@@ -8,6 +8,7 @@ import typer
 from rich.text import Text
 
 from tierstore.cli.options import Cli, storage_options
+from tierstore.cli.progress import tier_bars
 from tierstore.cli.render import plain_table
 from tierstore.errors import UsageError
 from tierstore.storage.loop import EventLoop
@@ -53,7 +54,7 @@ def adopt(
         return _plan(cli, config.run, source, step, rename, where)
     from tierstore.store import Store  # torch: only the verbs that move tensors need it
 
-    with Store(config, clock=cli.clock) as store:
+    with tier_bars(cli.terminal, {}) as progress, Store(config, clock=cli.clock, progress=progress) as store:
         ticket = store.adopt(
             source, step=step, rename=rename, link=link, tags=tag, if_exists="supersede" if supersede else "refuse", **where
         )

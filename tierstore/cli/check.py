@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
 import typer
-from rich.progress import DownloadColumn, SpinnerColumn, TextColumn, TransferSpeedColumn
-from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 from tierstore.cli.find import metric_modes, scan_run, the_run
 from tierstore.cli.options import Cli
+from tierstore.cli.progress import tier_bars
 from tierstore.cli.render import plain_table
-from tierstore.cli.terminal import Terminal
 from tierstore.clock import Clock
 from tierstore.errors import NotFoundError, UsageError
-from tierstore.names import Attempt, Reference, parse_reference
+from tierstore.names import Reference, parse_reference
 from tierstore.tiers.findings import Finding, grouped, next_steps
 from tierstore.tiers.leased import lease_ttl_s
 from tierstore.tiers.progress import NO_PROGRESS, Progress
@@ -52,7 +49,7 @@ def verify(
     depth, subset = subset_of(level, read_data_subset, cli.clock, default="quick")
     with cli.session() as session:
         run, steps = chosen_steps(session, refs or [])
-        with reading(cli.terminal) as progress:
+        with reading(cli, session, run, depth, steps) as progress:
             report = session.run(
                 verify_tiers(
                     session.tiers,
@@ -200,21 +197,18 @@ def file_text(file: str) -> str:
 
 
 @contextmanager
-def reading(terminal: Terminal) -> Iterator[Progress]:
-    """How much was read, and how fast, on stderr."""
-    if not terminal.progress:
+def reading(cli: Cli, session: Session, run: str, level: Level, steps: tuple[int, ...] | None) -> Iterator[Progress]:
+    """Bars of what is read from each tier; none for the level that reads no data.
+
+    The totals are what the catalog says, so that there is a time left from the start on.
+    """
+    if level == "quick" or not cli.terminal.progress:
         yield NO_PROGRESS
         return
-    columns = (SpinnerColumn(), TextColumn("reading"), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with RichProgress(*columns, console=terminal.err, transient=True) as bars:
-        task = bars.add_task("reading", total=None)
-        read: dict[tuple[str, Attempt, str], int] = {}
-        lock = threading.Lock()
-
-        def progress(tier: str, attempt: Attempt, file: str, nbytes_done: int, nbytes: int) -> None:
-            with lock:
-                read[tier, attempt, file] = nbytes_done
-                total = sum(read.values())
-            bars.update(task, completed=total)
-
+    totals: dict[str, int] = {}
+    for info in scan_run(session, run).checkpoints:
+        for name in info.replicas if steps is None or info.step in steps else ():
+            if not cli.only or name in cli.only:
+                totals[name] = totals.get(name, 0) + info.nbytes
+    with tier_bars(cli.terminal, totals) as progress:
         yield progress

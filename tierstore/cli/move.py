@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -172,24 +171,17 @@ def _carry_out(cli: Cli, session: Session, kind: Kind, moves: Sequence[_Move], w
             progress=progress,
         )
         for move in moves:
-            with _kept(failures):
-                lease = session.leases.hold(move.info, kind=BRING)
+            lease = session.leases.hold(move.info, kind=BRING)
+            try:
                 done = session.run(bring(context, move.info.attempt, move.tier, lease=lease, wait_s=None if wait else 0.0))
+            except TierStoreError as error:  # the other copies are made all the same
+                failures.append(error)
+                ends.append((move, "failed", error.message))
+            else:
                 ends.append((move, "done" if done else "already", ""))
-                continue
-            ends.append((move, "failed", failures[-1].message))
     for move, state, reason in ends:
         _tell(cli, kind, move, state, reason)
     return failures
-
-
-@contextmanager
-def _kept(failures: list[TierStoreError]) -> Iterator[None]:
-    """Keeps an error for the end: the other copies are made all the same."""
-    try:
-        yield
-    except TierStoreError as error:
-        failures.append(error)
 
 
 def _tell(cli: Cli, kind: Kind, move: _Move, state: str, reason: str) -> None:

@@ -8,6 +8,7 @@ import typer
 
 from tierstore.cli.find import chosen_runs
 from tierstore.cli.options import Cli
+from tierstore.cli.progress import tier_bars
 from tierstore.errors import PartialError
 from tierstore.names import Attempt
 from tierstore.tiers.copying import CopyContext
@@ -56,10 +57,15 @@ def recover(
 
 def _recover_run(cli: Cli, session: Session, run: str, wait: bool) -> RecoverReport:
     dry_run = cli.options.dry_run
-    context = CopyContext.make(
-        session.tiers, cli.clock, files_in_flight=cli.options.jobs or session.config.io.threads, max_bandwidth=cli.bwlimit
-    )
-    report = session.run(work(session.tiers, run, clock=cli.clock, context=context, dry_run=dry_run, wait_s=None if wait else 0.0))
+    with tier_bars(cli.terminal, {}) as progress:
+        context = CopyContext.make(
+            session.tiers,
+            cli.clock,
+            files_in_flight=cli.options.jobs or session.config.io.threads,
+            max_bandwidth=cli.bwlimit,
+            progress=progress,
+        )
+        report = session.run(work(session.tiers, run, clock=cli.clock, context=context, dry_run=dry_run, wait_s=None if wait else 0.0))
     for done in report.rebuilt:
         detail = f"from {', '.join(done.sources)}, {done.records} record{'s' if done.records != 1 else ''}, "
         detail += format_size(done.nbytes) if done.nbytes else "no files: it was dropped there on purpose"

@@ -38,7 +38,7 @@ def repair(
     with Session.open(cli.load(), clock=cli.clock, create=not cli.options.dry_run) as session:
         run, steps = chosen_steps(session, refs or [])
         jobs = cli.options.jobs or session.config.io.threads
-        with reading(cli.terminal) as progress:
+        with reading(cli, session, run, depth, steps) as progress:
             context = CopyContext.make(session.tiers, cli.clock, files_in_flight=jobs, max_bandwidth=cli.bwlimit, progress=progress)
             report = session.run(
                 work(

@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tierstore.errors import StorageError, TierFullError, TierStoreError
-from tierstore.names import Attempt
+from tierstore.names import Attempt, shard_name
 from tierstore.state.adopt_plan import Adoption, plan_adoption
 from tierstore.state.foreign.opening import Foreign
 from tierstore.storage.sources import LocalSource
 from tierstore.tiers.jobs import SaveJob
 from tierstore.tiers.persist import persist
+from tierstore.tiers.progress import Progress, telling
 from tierstore.tiers.session import Session
 from tierstore.tiers.space import SAVE_RESERVE_NBYTES, check_space
 from tierstore.tiers.ticket import Ticket
@@ -38,6 +39,7 @@ def adopt_foreign(
     *,
     rename: Any,
     link: bool,
+    progress: Progress,
     submit: Callable[[SaveJob], Ticket],
     condemn: Callable[[Attempt, str], None],
 ) -> Ticket:
@@ -49,6 +51,7 @@ def adopt_foreign(
         attempt: What it becomes.
         facts: The usual facts of a checkpoint.
         rename: As `plan_adoption`; so is `link`.
+        progress: Told as bytes arrive on tiers.
         submit: Hands the first share to the background work.
         condemn: Gives the attempt up, and says why.
 
@@ -64,7 +67,7 @@ def adopt_foreign(
         adoption = session.run(plan_adoption(foreign, rename=rename, link=link))
         first, *others = [_share_job(adoption, rank, attempt, facts, forget) for rank in range(len(adoption.shares))]
         try:
-            session.run(_persist_all(session, others))
+            session.run(_persist_all(session, others, progress))
             session.run(_check_room(session, first))
             return submit(first)
         except TierStoreError as error:
@@ -109,7 +112,7 @@ async def _check_room(session: Session, job: SaveJob) -> None:
                 raise
 
 
-async def _persist(session: Session, job: SaveJob) -> None:
+async def _persist(session: Session, job: SaveJob, progress: Progress) -> None:
     """Makes one share durable on the nearest tier that takes it.
 
     Raises:
@@ -121,19 +124,20 @@ async def _persist(session: Session, job: SaveJob) -> None:
     for tier in candidates:
         try:
             await ensure_tier(tiers, tier)
-            await persist(
-                tier,
-                job.attempt,
-                rank=job.rank,
-                world_size=job.world_size,
-                shard=job.shard,
-                tensors=job.tensors,
-                objects=job.objects,
-                facts=job.facts,
-                clock=session.clock,
-                authority=tiers.is_authority(tier),
-                block_nbytes=session.config.io.block_nbytes,
-            )
+            with telling(progress, tier.name, job.attempt, shard_name(job.rank, job.world_size), job.shard) as told:
+                await persist(
+                    tier,
+                    job.attempt,
+                    rank=job.rank,
+                    world_size=job.world_size,
+                    shard=told,
+                    tensors=job.tensors,
+                    objects=job.objects,
+                    facts=job.facts,
+                    clock=session.clock,
+                    authority=tiers.is_authority(tier),
+                    block_nbytes=session.config.io.block_nbytes,
+                )
             return
         except StorageError as error:
             if tier is candidates[-1]:
@@ -142,10 +146,10 @@ async def _persist(session: Session, job: SaveJob) -> None:
             log.warning("tier=%s %s, and is passed over for the next: %s", tier.name, how, error.message)
 
 
-async def _persist_all(session: Session, jobs: Sequence[SaveJob]) -> None:
+async def _persist_all(session: Session, jobs: Sequence[SaveJob], progress: Progress) -> None:
     """Several shares, as many at once as the configuration has threads for."""
 
     async def one(job: SaveJob) -> None:
-        await _persist(session, job)
+        await _persist(session, job, progress)
 
     await together(one, jobs, at_once=session.config.io.threads)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from tierstore.clock import Clock
 from tierstore.config_retention import RetentionConfig
 from tierstore.errors import RefusedError, SaveError, TierFullError, TierStoreError
-from tierstore.names import Attempt
+from tierstore.names import Attempt, shard_name
 from tierstore.storage.contract import Source
 from tierstore.storage.sources import ThrottledSource
 from tierstore.storage.tasks import end_all
@@ -26,6 +26,7 @@ from tierstore.tiers.leftovers import sweep_leftovers
 from tierstore.tiers.locks import RunLock
 from tierstore.tiers.log import decide_fate
 from tierstore.tiers.persist import persist
+from tierstore.tiers.progress import telling
 from tierstore.tiers.promote import pending
 from tierstore.tiers.resume_source import ResumeSource
 from tierstore.tiers.retention import Reason
@@ -189,19 +190,20 @@ class Engine:
         limit = self.context.limits.get(tier.name)
         shard: Source = job.shard if limit is None else ThrottledSource(job.shard, limit)
         save.reason = f"being written to {tier.name}"
-        await persist(
-            tier,
-            job.attempt,
-            rank=job.rank,
-            world_size=job.world_size,
-            shard=shard,
-            tensors=job.tensors,
-            objects=job.objects,
-            facts=job.facts,
-            clock=self.clock,
-            authority=self.tiers.is_authority(tier),
-            block_nbytes=self.options.block_nbytes,
-        )
+        with telling(self.context.progress, tier.name, job.attempt, shard_name(job.rank, job.world_size), shard) as told:
+            await persist(
+                tier,
+                job.attempt,
+                rank=job.rank,
+                world_size=job.world_size,
+                shard=told,
+                tensors=job.tensors,
+                objects=job.objects,
+                facts=job.facts,
+                clock=self.clock,
+                authority=self.tiers.is_authority(tier),
+                block_nbytes=self.options.block_nbytes,
+            )
 
     async def rescan_when_idle(self) -> None:
         """Looks for what other processes left: at the start, and every now and then while there is nothing else to do."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from tierstore.names import Attempt
+from tierstore.storage.contract import Source
+from tierstore.storage.sources import CountingSource, LocalSource
 
-__all__ = ["NO_PROGRESS", "Progress", "Transfer", "TransferBoard"]
+__all__ = ["NO_PROGRESS", "Progress", "Transfer", "TransferBoard", "telling"]
 
 
 class Progress(Protocol):
@@ -19,6 +23,27 @@ class Progress(Protocol):
 
 def NO_PROGRESS(tier: str, attempt: Attempt, file: str, nbytes_done: int, nbytes: int) -> None:
     """Tells nobody."""
+
+
+@contextmanager
+def telling(progress: Progress, tier: str, attempt: Attempt, file: str, source: Source) -> Iterator[Source]:
+    """`source`, which tells `progress` as it is written to `tier`; the whole of it when the block ends well, nothing where it fails.
+
+    A local file stays as it is: a folder may take it in without reading it.
+    """
+    done = 0
+
+    def tell(nbytes: int) -> None:
+        nonlocal done
+        done = min(done + nbytes, max(0, source.nbytes - 1))  # complete only when it is durable
+        progress(tier, attempt, file, done, source.nbytes)
+
+    try:
+        yield source if isinstance(source, LocalSource) else CountingSource(source, tell)
+    except BaseException:
+        progress(tier, attempt, file, 0, 0)
+        raise
+    progress(tier, attempt, file, source.nbytes, source.nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +72,9 @@ class TransferBoard:
             self._under_way[key] = Transfer(tier=tier, attempt=attempt, file=file, nbytes_done=nbytes_done, nbytes=nbytes)
         self._onward(tier, attempt, file, nbytes_done, nbytes)
 
-    def drop(self, tier: str, attempt: Attempt) -> None:
-        """Forgets what was under way for a copy that ended, well or badly."""
-        for key in [k for k in self._under_way if k[0] == tier and k[1] == attempt]:
-            del self._under_way[key]
+    def tell(self, onward: Progress) -> None:
+        """Passes events on to somebody else from now on."""
+        self._onward = onward
 
     def transfers(self) -> tuple[Transfer, ...]:
         return tuple(self._under_way.values())

@@ -195,6 +195,15 @@ class Worker:
         engine = self._engine
         return () if engine is None or self._forked() else tuple(self._session.run(_ask(engine)))
 
+    @property
+    def progress(self) -> Progress:
+        """Who is told as bytes arrive on tiers: also by what writes to them beside the background work."""
+        return self._board
+
+    def tell(self, progress: Progress) -> None:
+        """Tells `progress`, from now on, as bytes arrive on tiers."""
+        self._board.tell(progress)
+
     def status(self) -> Status:
         """What each tier holds and lacks, what is under way, and the last errors.
 
