@@ -1,0 +1,1 @@
+"""What `tierstore.integrations.deepspeed` is made of."""

@@ -1,0 +1,1 @@
+"""What `tierstore.integrations.megatron` is made of."""
