@@ -162,7 +162,12 @@ class RecordingFs:
     def link(self, source: str, target: str) -> None:
         with self._lock:
             self._inner.link(source, target)
-            self._entry("link", self._inside(target), self._names[self._inside(source) or ""])
+            name = self._inside(source)
+            number = self._names.get(name) if name is not None else None
+            if number is None:  # what somebody else wrote, by calls that are not recorded: nothing of it is durable yet
+                number = next(self._numbers)
+                self._ops.append(Op(kind="write", node=number, data=Path(source).read_bytes()))
+            self._entry("link", self._inside(target), number)
 
     def rename(self, source: str, target: str) -> None:
         with self._lock:

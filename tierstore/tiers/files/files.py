@@ -43,19 +43,21 @@ class Files:
     Args:
         session: The store; opened for writing, if anything is to be written.
         ack: When a publication returns; None: as the configuration says (``files: {ack: …}``).
+        options: How the mover tries again; None: as the configuration says.
     """
 
-    def __init__(self, session: Session, *, ack: Ack | None = None) -> None:
+    def __init__(self, session: Session, *, ack: Ack | None = None, options: MoverOptions | None = None) -> None:
         config = session.config
         self._session = session
         self._tiers = session.tiers
         self._ack: Ack = ack if ack is not None else files_ack(config)
         self._context = CopyContext.make(session.tiers, session.clock, files_in_flight=config.io.threads)
-        self._patience_s = config.save.patience_s
+        options = options or MoverOptions(patience_s=config.save.patience_s)
+        self._patience_s = options.patience_s
         self._looker = Looker(session.tiers)
         self._reader = Reader(session.tiers, self._looker)
         self._owner = temporary_name("file")
-        self._mover = Mover(self._context, MoverOptions(patience_s=self._patience_s), self._owner)
+        self._mover = Mover(self._context, options, self._owner)
         self._publisher = Publisher(self._context, session.clock, self._looker, self._mover)
         self._taking_over: asyncio.Task[None] | None = None
         self._looked = asyncio.Event()

@@ -30,7 +30,7 @@ _Listings = dict[str, Sequence[FileInfo]]
 
 @dataclass(slots=True, kw_only=True)
 class Held:
-    """What one tier holds of one version. `entry` and `data`: lengths in bytes, None where there is none; `data_at`: when it was written."""
+    """What one tier holds of one version. `entry` and `data`: lengths in bytes or None; `data_at`: when it was written."""
 
     entry: int | None = None
     data: int | None = None
@@ -74,9 +74,12 @@ class State:
 
     @property
     def last_version(self) -> int:
-        """The highest number that was ever used, as far as it is seen; 0 if none was."""
-        numbers = (mark.version for held in self.tiers.values() for mark in held.marks)
-        return max(numbers, default=0)
+        """The highest number that was published, as far as it is seen; 0 if none was.
+
+        Bytes without an entry do not count: somebody may be about to publish under that number, and has claimed it.
+        """
+        newest = self.newest
+        return newest.version if newest is not None else 0
 
     @property
     def live(self) -> FileVersion | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -100,7 +101,7 @@ class Lane:
     @property
     def failing_s(self) -> float:
         """For how long every try has failed, in seconds; 0 while it works."""
-        return 0.0 if self.failing_since is None else asyncio.get_running_loop().time() - self.failing_since
+        return 0.0 if self.failing_since is None else time.monotonic() - self.failing_since
 
     def add(self, item: Item) -> None:
         """Takes an item in, in its place: items go by the time of their publication."""
@@ -115,7 +116,7 @@ class Lane:
         self._kicked.set()
 
     def pending(self) -> Iterable[PendingFile]:
-        for number, item in enumerate(self._items):
+        for number, item in enumerate(tuple(self._items)):
             trouble = f"tried again: {type(self.trouble).__name__}: {self.trouble.message}" if self.trouble is not None else ""
             under_way = "being copied" if item in self._carrying else "its turn"
             yield PendingFile(
@@ -199,7 +200,7 @@ class Lane:
             log.error("tier=%s file=%r can't be brought there: %s", self.tier.name, item.put.path, error.message)
             self._end(item, error)
             return
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         if self.trouble is None or type(self.trouble) is not type(error):
             log.warning("tier=%s file=%r will be tried again: %s", self.tier.name, item.put.path, error.message)
         self.trouble = error
@@ -397,12 +398,11 @@ class Mover:
             DeadlineError: Not within `timeout_s` seconds, or, without one, a tier has failed for `patience_s` seconds.
             TierStoreError: Something can't be brought where it should be; the first such error since the last drain.
         """
-        loop = asyncio.get_running_loop()
-        end = None if timeout_s is None else loop.time() + timeout_s
+        end = None if timeout_s is None else time.monotonic() + timeout_s
         for lane in self._lanes.values():
             lane.kick()
         while any(lane.items for lane in self._lanes.values()):
-            left = 1.0 if end is None else min(1.0, end - loop.time())
+            left = 1.0 if end is None else min(1.0, end - time.monotonic())
             if left <= 0:
                 raise self._late(f"within {timeout_s:g} s")
             if end is None:

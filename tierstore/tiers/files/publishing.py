@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
 
 from tierstore.clock import Clock
 from tierstore.crashpoints import reach
@@ -12,6 +14,7 @@ from tierstore.errors import ConflictError, IntegrityError, NotFoundError, Stora
 from tierstore.names import later_save_id
 from tierstore.storage.contract import Source
 from tierstore.storage.sources import LocalSource, StorageSource
+from tierstore.storage.tasks import to_the_end
 from tierstore.storage.temporaries import owner_is_dead
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.files.entry import FileEntry, FileVersion, encode_claim, encode_gone, owner_in
@@ -67,17 +70,19 @@ class Publisher:
         if exclusive:
             _refuse_if_live(state)
         put = FilePut.of_entry(path, self.new_mark(state.last_version + 1), entry, is_folder=is_folder)
+        draft = _Draft(put=put, entry=entry, to_claim=exclusive)
         failures: list[tuple[Tier, TierStoreError]] = []
         for tier in self._tiers:
             try:
                 await ensure_tier(self._tiers, tier)
                 await still_there(self._tiers, tier)
-                put = await self._on(tier, put, entry, source(tier), exclusive=exclusive)
+                await self._on(tier, draft, source(tier))
             except (StorageError, NotFoundError) as error:
                 failures.append((tier, error))
                 log.warning("tier=%s file=%r is not taken here, the next tier is tried: %s", tier.name, path, error.message)
             else:
-                return await self._published(tier, put, entry, state)
+                return await self._published(tier, draft.put, entry, state)
+        await self._give_up(draft)
         raise failures[0][1]
 
     async def remove(self, state: State) -> None:
@@ -111,24 +116,23 @@ class Publisher:
             on_tier.marks[mark] = Held(gone=True)
             await self._clean(self._tiers.get(name), put, on_tier)
 
-    async def _on(self, tier: Tier, put: FilePut, entry: FileEntry, source: Source, *, exclusive: bool) -> FilePut:
-        """Publishes on one tier; returns what was published: a claim may have cost a number."""
+    async def _on(self, tier: Tier, draft: _Draft, source: Source) -> None:
+        """Publishes on one tier; leaves nothing there where that fails."""
+        placed = draft.put
         try:
-            await place_data(tier, put, source, self._context.limits)
-        except TierFullError as error:
-            if not await make_room(self._tiers, tier, put.nbytes, self._mover):
-                raise
-            log.info("tier=%s file=%r has room now: %s", tier.name, put.path, error.message)
-            await place_data(tier, put, source, self._context.limits)
-        claimed = put
-        try:
-            if exclusive:
-                claimed = await self._claim(tier, put, entry)
-            await place_entry(tier, claimed)
+            try:
+                await place_data(tier, placed, source, self._context.limits)
+            except TierFullError as error:
+                if not await make_room(self._tiers, tier, placed.nbytes, self._mover):
+                    raise
+                log.info("tier=%s file=%r has room now: %s", tier.name, placed.path, error.message)
+                await place_data(tier, placed, source, self._context.limits)
+            if draft.to_claim:
+                await self._claim(tier, draft)
+            await place_entry(tier, draft.put)
         except BaseException:
-            await self._take_back(tier, put, claimed if exclusive else None)
+            await to_the_end(self._take_back(tier, {placed, draft.put}))
             raise
-        return claimed
 
     async def _published(self, tier: Tier, put: FilePut, entry: FileEntry, state: State) -> tuple[FileVersion, Item]:
         item = Item(put=put, entry=entry if put.kind == "entry" and not put.is_folder else None)
@@ -153,55 +157,74 @@ class Publisher:
         except (StorageError, NotFoundError) as error:
             log.warning("tier=%s file=%r older versions stay for now: %s", tier.name, put.path, error.message)
 
-    async def _take_back(self, tier: Tier, put: FilePut, claimed: FilePut | None) -> None:
-        """Nothing was published: removes what lies there. A claim stays with its number, and its owner may be asked whether it lives."""
+    async def _take_back(self, tier: Tier, puts: Collection[FilePut]) -> None:
+        """Nothing is published: removes what lies there."""
         try:
-            for one in {id(p): p for p in (put, claimed) if p is not None}.values():
-                await take_away(tier, one)
+            for put in puts:
+                await take_away(tier, put)
         except TierStoreError as error:
-            log.debug("tier=%s file=%r leftovers stay: %s", tier.name, put.path, error.message)
+            log.debug("tier=%s leftovers stay: %s", tier.name, error.message)
 
-    async def _claim(self, tier: Tier, put: FilePut, entry: FileEntry) -> FilePut:
-        """Wins the right to publish the next number, on the authority; then looks again, for the winner of an earlier one may be done.
+    async def _give_up(self, draft: _Draft) -> None:
+        """No tier took it: gives the claim back, so that others may create the file."""
+        if draft.claimed:
+            with suppress(TierStoreError):
+                await self._tiers.authority.storage.delete([claim_path(draft.put.path, draft.put.mark.version)])
+
+    async def _claim(self, tier: Tier, draft: _Draft) -> None:
+        """Wins the right to publish a number, on the authority; then looks again, for the winner of an earlier one may be done.
+
+        The number may be another one than the draft's, if that one was claimed by a process that died.
 
         Raises:
             ConflictError: Somebody else was first.
             StorageError: The authority can't tell.
         """
-        authority = self._tiers.authority
+        authority, path = self._tiers.authority, draft.put.path
         for _ in range(_CLAIMS):
-            claim = encode_claim(put.path, self._mover.owner, secrets.token_hex(16), self._clock.now())
+            claim = encode_claim(path, self._mover.owner, secrets.token_hex(16), self._clock.now())
             reach("files.before-claim")
             try:
-                await authority.storage.create(claim_path(put.path, put.mark.version), claim)
+                await authority.storage.create(claim_path(path, draft.put.mark.version), claim)
             except ConflictError as error:
                 if not _is_dead(error.context.get("existing")):
                     raise ConflictError(
-                        f"{put.path!r} is being created by another process, or was",
+                        f"{path!r} is being created by another process, or was",
                         hint="open it once it is there; if its creator is gone for good, remove it and create it again",
-                        path=put.path,
+                        path=path,
                     ) from error
-                _refuse_if_live(await self._looker.state(put.path))
-                put = await self._renumbered(tier, put, entry, put.mark.version + 1)
+                _refuse_if_live(await self._looker.state(path))
+                await self._renumber(tier, draft, draft.put.mark.version + 1)
                 continue
             reach("files.after-claim")
-            now = await self._looker.state(put.path)
+            now = await self._looker.state(path)
             _refuse_if_live(now)
-            if now.newest is not None and now.newest.version >= put.mark.version:  # created and removed by others meanwhile
-                put = await self._renumbered(tier, put, entry, now.last_version + 1)
+            if now.last_version >= draft.put.mark.version:  # created and removed by others meanwhile
+                await self._renumber(tier, draft, now.last_version + 1)
                 continue
-            return put
-        raise ConflictError(f"{put.path!r} has too many claims of dead processes", hint="remove it and create it again", path=put.path)
+            draft.to_claim, draft.claimed = False, True
+            return
+        raise ConflictError(f"{path!r} has too many claims of dead processes", hint="remove it and create it again", path=path)
 
-    async def _renumbered(self, tier: Tier, put: FilePut, entry: FileEntry, version: int) -> FilePut:
+    async def _renumber(self, tier: Tier, draft: _Draft, version: int) -> None:
         """The same bytes under another number; on the same tier they are there already, under the old name."""
-        new = FilePut.of_entry(put.path, self.new_mark(version), entry, is_folder=put.is_folder)
-        if put.nbytes:
-            local = tier.storage.local_path(put.data_path)
-            source = StorageSource(tier.storage, put.data_path, put.nbytes)
-            await place_data(tier, new, source if local is None else LocalSource(source, local, hard=True), self._context.limits)
-            await tier.storage.delete([put.data_path])
-        return new
+        old = draft.put
+        draft.put = FilePut.of_entry(old.path, self.new_mark(version), draft.entry, is_folder=old.is_folder)
+        if old.nbytes:
+            local = tier.storage.local_path(old.data_path)
+            source = StorageSource(tier.storage, old.data_path, old.nbytes)
+            await place_data(tier, draft.put, source if local is None else LocalSource(source, local, hard=True), self._context.limits)
+            await tier.storage.delete([old.data_path])
+
+
+@dataclass(slots=True, kw_only=True)
+class _Draft:
+    """What is being published: under which number, and whether that has still to be claimed."""
+
+    put: FilePut
+    entry: FileEntry
+    to_claim: bool
+    claimed: bool = False
 
 
 def _refuse_if_live(state: State) -> None:

@@ -1,0 +1,106 @@
+"""What the tests of files share: a store on folders, opened as a process of one node would, and looks at what lies on its tiers."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tierstore.clock import Clock
+from tierstore.config import Ack, load_config
+from tierstore.errors import TierStoreError
+from tierstore.storage.contract import Storage
+from tierstore.storage.posix import PosixStorage
+from tierstore.tiers.files.files import Files
+from tierstore.tiers.files.mover import MoverOptions
+from tierstore.tiers.session import Session
+
+BLOCK = 4096
+FAST = MoverOptions(retry_first_s=0.01, retry_most_s=0.05, patience_s=5.0)
+Wrap = Mapping[str, Callable[[Storage], Storage]]
+
+
+def store(root: Path, *, node: str = "node", tiers: Sequence[str] = ("node", "shared", "far"), **more: Any) -> dict[str, Any]:
+    """A configuration on folders of `root`; `node`: which node's own tier."""
+    entries = [
+        {"name": t, "uri": str(root / (node if t == "node" else t)), "scope": "node" if t == "node" else "shared", "durable": True}
+        for t in tiers
+    ]
+    return {"tiers": entries, "durable_at": entries[-1]["name"], "io": {"block_size": "4KiB"}, **more}
+
+
+@contextmanager
+def opened(
+    config: Mapping[str, Any],
+    *,
+    ack: Ack | None = None,
+    wrap: Wrap | None = None,
+    clock: Clock | None = None,
+    durable: bool = False,
+    options: MoverOptions = FAST,
+    drain: float | None = 20.0,
+) -> Iterator[tuple[Session, Files]]:
+    """A process's files; `drain`: how long its end waits for the mover, in seconds, and how it complains; None: it ends at once."""
+
+    def opener(tier: Any, config: Any) -> Storage:
+        storage: Storage = PosixStorage(Path(tier.uri), durable=durable)
+        return wrap[tier.name](storage) if wrap and tier.name in wrap else storage
+
+    with Session.open(load_config(config), opener=opener, clock=clock) as session:
+        files = Files(session, ack=ack, options=options)
+        try:
+            yield session, files
+        except BaseException:
+            with suppress(TierStoreError):
+                session.run(files.close(0.0))
+            raise
+        if drain is None:
+            with suppress(TierStoreError):
+                session.run(files.close(0.0))
+        else:
+            session.run(files.close(drain))
+
+
+def write(session: Session, files: Files, path: str, data: bytes, *, exclusive: bool = False) -> None:
+    """As the file system writes: piece by piece into a spool, then published."""
+    spool = files.spool()
+    for begin in range(0, len(data), 5000):
+        spool.write(data[begin : begin + 5000])
+    session.run(files.publish(path, spool, exclusive=exclusive))
+
+
+def content(session: Session, files: Files, path: str) -> bytes | None:
+    """What a reader gets; None where it is told that there is no such file."""
+    version = session.run(files.look_up(path))
+    return None if version is None else session.run(files.read(version))
+
+
+def stored(folder: Path, suffix: str = "") -> list[str]:
+    """The files of a tier below ``.files`` by their paths, without versions: ``a/b.txt@.data``."""
+    root = folder / ".files"
+    names = [str(p.relative_to(root)) for p in sorted(root.rglob("*")) if p.is_file()]
+    short = [re.sub(r"/\d{10}(-[0-9A-Z]{26})?(-\d+)?(\.\w+)$", r"\3", name) for name in names]
+    return [name for name in short if name.endswith(suffix)]
+
+
+def the_file(folder: Path, pattern: str) -> Path:
+    (found,) = (folder / ".files").glob(pattern)
+    return found
+
+
+def bytes_of(seed: int, nbytes: int) -> bytes:
+    return bytes((i * 7 + seed * 13 + (i >> 8)) % 251 for i in range(nbytes))
+
+
+def child(script: str, *arguments: str, env: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """Runs Python code in a process of its own that knows this kit; returns its exit status and output."""
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n{script}"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
