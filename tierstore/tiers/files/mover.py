@@ -261,6 +261,8 @@ class Lane:
     async def _publish(self, item: Item) -> None:
         """Publishes on the tier what is not older than what it has; then takes away what is older than the newest."""
         put, tier = item.put, self.tier
+        if self._mover.is_removed(item):  # the removal takes the bytes away too
+            return
         on_tier = await on_this(tier, put)
         newest = on_tier.newest
         if newest is None or newest < put.mark:

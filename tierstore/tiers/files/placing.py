@@ -93,8 +93,10 @@ async def take_away(tier: Tier, put: FilePut) -> None:
     await tier.storage.delete([put.data_path])
 
 
-async def clean(tier: Tier, path: str, on_tier: OnTier, *, is_folder: bool = False, keep: Collection[Mark] = ()) -> None:
-    """Deletes what the newest version on this tier has replaced: data, entries, tombstones and claims of older versions.
+async def clean(
+    tier: Tier, path: str, on_tier: OnTier, *, is_folder: bool = False, keep: Collection[Mark] = (), than: Mark | None = None
+) -> None:
+    """Deletes what a newer version has replaced: data, entries, tombstones and claims of older ones.
 
     Args:
         tier: Where.
@@ -102,8 +104,9 @@ async def clean(tier: Tier, path: str, on_tier: OnTier, *, is_folder: bool = Fal
         on_tier: What the tier holds of it.
         is_folder: Whether it is a folder.
         keep: Older versions that are still being carried on from here.
+        than: The version that replaced them; None: the newest on this tier.
     """
-    newest = on_tier.newest
+    newest = max((mark for mark in (than, on_tier.newest) if mark is not None), default=None)
     if newest is None:
         return
     place = place_of(path, is_folder=is_folder)

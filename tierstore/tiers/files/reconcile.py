@@ -110,12 +110,11 @@ class FilesPicture:
     def _on(self, tier: Tier, key: Key) -> OnTier:
         return self.held[tier.name].get(key) or OnTier()
 
-    def replaced(self, tier: Tier, key: Key) -> tuple[OnTier, set[Mark]]:
-        """What a tier holds of a path, and the older versions that others may still want."""
-        on_tier = self._on(tier, key)
+    def passed(self, key: Key) -> Mark | None:
+        """The version that every tier that should have it has, or a newer one; None where one lacks the path, or does not answer."""
         there = [self._on(t, key).newest for t in self.keeping if t.name in self.held]
-        passed = min((mark for mark in there if mark is not None), default=None) if self.complete and None not in there else None
-        return on_tier, {m for m in on_tier.marks if passed is None or m > passed}
+        found = [mark for mark in there if mark is not None]
+        return min(found) if self.complete and len(found) == len(there) else None
 
 
 async def look_at_files(tiers: Tiers) -> FilesPicture:
@@ -172,10 +171,11 @@ async def tidy(picture: FilesPicture, mover: Mover, clock: Clock) -> None:
     now = clock.now()
     for tier in picture.tiers:
         for key in picture.held.get(tier.name, ()):
-            on_tier, wanted = picture.replaced(tier, key)
+            on_tier, passed = picture.held[tier.name][key], picture.passed(key)
             try:
+                wanted = {mark for mark in on_tier.marks if passed is None or mark > passed}
                 keep = wanted | mover.wanted_from(tier, key)
-                await clean(tier, key[0], on_tier, is_folder=key[1], keep=keep)
+                await clean(tier, key[0], on_tier, is_folder=key[1], keep=keep, than=passed)
                 await _drop_unpublished(tier, key, on_tier, now)
             except (StorageError, NotFoundError) as error:
                 log.debug("tier=%s file=%r is not tidied: %s", tier.name, key[0], error.message)

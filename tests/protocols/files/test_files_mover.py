@@ -1,0 +1,261 @@
+"""The mover: files come to the further tiers in the order in which they were published, whoever dies, fails or races meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from files_kit import BLOCK, bytes_of, child, content, opened, store, stored, the_file, write
+from tiers_kit import Hooked, SteppedClock, failing, flip
+
+from tierstore.config import load_config
+from tierstore.errors import DeadlineError, IntegrityError, TemporaryError
+from tierstore.storage.contract import Storage
+from tierstore.tiers.files.syncing import sync_files
+from tierstore.tiers.session import Session
+
+PUBLISH = """
+import sys; from pathlib import Path; from files_kit import *
+with opened(store(Path(sys.argv[1])), drain=None) as (session, files):
+    write(session, files, "data", bytes_of(1, 50_000))
+    session.run(files.put(".metadata", b"first"))
+    write(session, files, "data", bytes_of(2, 50_000))
+    session.run(files.put(".metadata", b"second"))
+"""
+
+
+class Gate:
+    """Holds back writes of what is chosen until it is opened; keeps the order of all others."""
+
+    def __init__(self, chosen: str, operation: str = "write") -> None:
+        self.open = threading.Event()
+        self.reached = threading.Event()
+        self.order: list[str] = []
+        self._chosen, self._operation = chosen, operation
+
+    def wrap(self, storage: Storage) -> Storage:
+        async def hook(operation: str, path: str) -> None:
+            if operation == self._operation and self._chosen in path:
+                self.reached.set()
+                while not self.open.is_set():  # noqa: ASYNC110 - the test is on another thread
+                    await asyncio.sleep(0.005)
+            if operation == "put" and path.startswith(".files"):
+                self.order.append(path.split("/")[-2])
+
+        return Hooked(storage, hook)
+
+
+def sync(config: dict[str, Any], **options: Any) -> Any:
+    """What ``tierstore sync`` does."""
+    with Session.open(load_config(config)) as session:
+        return session.run(sync_files(session, patience_s=1.0, **options), 60)
+
+
+def test_a_further_tier_never_shows_a_file_before_those_that_were_published_earlier(tmp_path: Path) -> None:
+    gate = Gate("large@")
+    with opened(store(tmp_path), wrap={"far": gate.wrap}) as (session, files):
+        write(session, files, "large", bytes_of(1, 300_000))
+        for number in range(5):
+            session.run(files.put(f"small{number}", b"x" * (number + 1)))
+        session.run(files.put(".metadata", b"all of them"))
+        assert gate.reached.wait(30)
+        deadline = threading.Event()
+        while not any("small4@.data" in name for name in stored(tmp_path / "far")):  # their bytes go ahead
+            assert not deadline.wait(0.01)
+        assert stored(tmp_path / "far", ".json") == []
+        assert next(one.path for one in files.pending() if one.tier == "far") == "large"
+        gate.open.set()
+        session.run(files.sync(30))
+    assert gate.order == ["large@", *(f"small{number}@" for number in range(5)), ".metadata@"]
+
+
+def test_a_version_that_was_replaced_meanwhile_still_comes_first_so_that_nothing_overtakes(tmp_path: Path) -> None:
+    gate = Gate("data@")
+    with opened(store(tmp_path), wrap={"far": gate.wrap}) as (session, files):
+        for number in (1, 2, 3):
+            write(session, files, "data", bytes_of(number, 50_000))
+            session.run(files.put(".metadata", str(number).encode()))
+        assert len(stored(tmp_path / "node", ".data")) == 6  # older versions stay while they are carried on
+        gate.open.set()
+        session.run(files.sync(30))
+        assert content(session, files, "data") == bytes_of(3, 50_000)
+    assert gate.order == ["data@", ".metadata@"] * 3
+    for tier in ("node", "shared", "far"):
+        assert sorted(stored(tmp_path / tier)) == [".metadata@.data", ".metadata@.json", "data@.data", "data@.json"]
+
+
+def test_what_was_removed_before_it_came_there_is_not_carried_on(tmp_path: Path) -> None:
+    gate = Gate("first@")
+    with opened(store(tmp_path), wrap={"far": gate.wrap}) as (session, files):
+        session.run(files.put("first", b"holds the lane"))
+        write(session, files, "gone", bytes_of(1, 50_000))
+        session.run(files.copy("gone", "kept"))
+        session.run(files.remove(["gone"]))
+        assert content(session, files, "gone") is None
+        gate.open.set()
+        session.run(files.sync(30))
+    assert gate.order == ["first@", "kept@", "gone@"]
+    assert sorted(stored(tmp_path / "far")) == ["first@.data", "first@.json", "gone@.gone", "kept@.data", "kept@.json"]
+
+
+def test_a_tier_that_fails_holds_up_nothing_but_itself_and_gets_everything_later(tmp_path: Path) -> None:
+    down = threading.Event()
+    down.set()
+
+    async def hook(operation: str, path: str) -> None:
+        if down.is_set() and operation in ("write", "put", "stat") and path.startswith(".files"):
+            raise TemporaryError("far is down")
+
+    with opened(store(tmp_path), wrap={"far": lambda storage: Hooked(storage, hook)}) as (session, files):
+        write(session, files, "a", bytes_of(1, 20_000))
+        session.run(files.put("b", b"b"))
+        with pytest.raises(DeadlineError, match="2 files are not on far"):
+            session.run(files.sync(0.3))
+        assert stored(tmp_path / "shared", ".json") == ["a@.json", "b@.json"]
+        assert stored(tmp_path / "far") == []
+        first = files.pending()[0]
+        assert (first.tier, first.path, first.nbytes) == ("far", "a", 20_000)
+        assert "far is down" in first.reason
+        down.clear()
+        session.run(files.sync(30))
+        assert files.pending() == []
+    assert stored(tmp_path / "far", ".json") == ["a@.json", "b@.json"]
+
+
+def test_damage_is_never_copied_and_the_next_good_copy_is_taken(tmp_path: Path) -> None:
+    gate = Gate("f@")
+    with opened(store(tmp_path), wrap={"far": gate.wrap}) as (session, files):
+        write(session, files, "f", bytes_of(1, 20_000))
+        while "f@.json" not in stored(tmp_path / "shared"):
+            assert gate.reached.wait(30)
+        flip(the_file(tmp_path / "node", "f@/*.data"))
+        gate.open.set()
+        session.run(files.sync(30))
+    assert the_file(tmp_path / "far", "f@/*.data").read_bytes() == bytes_of(1, 20_000)
+
+
+def test_what_is_damaged_everywhere_is_told_and_holds_nothing_else_up(tmp_path: Path) -> None:
+    down = {"shared": failing(TemporaryError("down"), "write", "put"), "far": failing(TemporaryError("down"), "write", "put")}
+    with opened(store(tmp_path)) as (session, files):
+        session.run(files.put("before", b"x"))
+    with opened(store(tmp_path), wrap=down, drain=None) as (session, files):
+        write(session, files, "f", bytes_of(1, 20_000))
+        session.run(files.put("g", b"good"))
+    flip(the_file(tmp_path / "node", "f@/*.data"))
+    report = sync(store(tmp_path))
+    assert {(path, tier) for path, tier, error in report.failed if isinstance(error, IntegrityError)} == {("f", "shared"), ("f", "far")}
+    assert "g@.json" in stored(tmp_path / "far")
+    assert "f@.json" not in stored(tmp_path / "far")
+
+
+def test_the_next_process_of_the_node_carries_on_what_a_dead_one_left_in_its_order(tmp_path: Path) -> None:
+    status, output = child(PUBLISH + "import os; os._exit(0)\n", str(tmp_path))
+    assert status == 0, output
+    shutil.rmtree(tmp_path / "far" / ".files", ignore_errors=True)  # however far it came
+    shutil.rmtree(tmp_path / "shared" / ".files", ignore_errors=True)
+    gate = Gate("nothing")
+    with opened(store(tmp_path), wrap={"far": gate.wrap}) as (session, files):
+        session.run(files.put("later", b"x"))
+        session.run(files.sync(30))
+    names = list(dict.fromkeys(gate.order))
+    assert names.index("data@") < names.index(".metadata@") < names.index("later@")
+    with opened(store(tmp_path, tiers=["far"])) as (session, files):
+        assert content(session, files, ".metadata") == b"second"
+        assert content(session, files, "data") == bytes_of(2, 50_000)
+
+
+def test_the_files_of_a_living_process_are_left_to_it_but_a_person_may_ask(tmp_path: Path) -> None:
+    down = {"far": failing(TemporaryError("down"), "write", "put")}
+    with opened(store(tmp_path), wrap=down, drain=None) as (session, files):
+        session.run(files.put("mine", b"x"))
+        gate = Gate("nothing")
+        with opened(store(tmp_path), wrap={"far": gate.wrap}) as (other, others):
+            other.run(others.put("yours", b"y"))
+            other.run(others.sync(30))
+        assert gate.order == ["yours@"]
+        looked = sync(store(tmp_path), dry_run=True)
+        assert [(one.path, [t.name for t in one.targets]) for one in looked.lacking] == [("mine", ["far"])]
+        assert not sync(store(tmp_path)).left
+        assert "mine@.json" in stored(tmp_path / "far")
+        assert sync(store(tmp_path)).lacking == ()
+
+
+@pytest.mark.parametrize("lost", ["shared", "far"])
+def test_a_shared_tier_that_was_lost_is_filled_again(tmp_path: Path, lost: str) -> None:
+    with opened(store(tmp_path)) as (session, files):
+        for number in range(5):
+            write(session, files, f"d/f{number}", bytes_of(number, 9000))
+        session.run(files.make_folder("empty"))
+        session.run(files.remove(["d/f4"]))
+    shutil.rmtree(tmp_path / lost)
+    with opened(store(tmp_path, node="another")) as (session, files):  # a node that holds nothing itself
+        assert content(session, files, "d/f1") == bytes_of(1, 9000)
+        assert content(session, files, "d/f4") is None
+        assert [one.path for one in session.run(files.list("d"))] == ["d/f0", "d/f1", "d/f2", "d/f3"]
+    report = sync(store(tmp_path, node="another"))
+    assert {one.path for one in report.lacking} == {"d/f0", "d/f1", "d/f2", "d/f3", "d/f4", "empty"}
+    assert not report.left
+    assert not report.failed
+    assert sorted(stored(tmp_path / "shared")) == sorted(stored(tmp_path / "far"))
+    with opened(store(tmp_path, tiers=[lost])) as (session, files):
+        assert [content(session, files, f"d/f{n}") for n in range(5)] == [*(bytes_of(n, 9000) for n in range(4)), None]
+
+
+def test_a_removal_is_not_undone_by_another_nodes_older_copy(tmp_path: Path) -> None:
+    one, two = store(tmp_path, node="one"), store(tmp_path, node="two")
+    with opened(one) as (session, files):
+        write(session, files, "f", bytes_of(1, 9000))
+    down = {"shared": failing(TemporaryError("down"), "write", "put"), "far": failing(TemporaryError("down"), "write", "put")}
+    with opened(two, wrap=down, drain=None) as (session, files):
+        write(session, files, "f", bytes_of(2, 9000))  # only its own node has it
+    with opened(one) as (session, files):
+        session.run(files.remove(["f"]))
+    report = sync(two)
+    assert not report.failed
+    for config in (one, two):
+        with opened(config) as (session, files):
+            assert content(session, files, "f") is None
+            assert session.run(files.list()) == []
+    for tier in ("shared", "far", "one", "two"):
+        assert stored(tmp_path / tier, ".data") == []
+
+
+def test_tombstones_go_after_a_week_and_unpublished_bytes_after_a_day(tmp_path: Path) -> None:
+    clock = SteppedClock()
+    with opened(store(tmp_path), clock=clock) as (session, files):
+        write(session, files, "f", bytes_of(1, 9000))
+        session.run(files.remove(["f"]))
+        session.run(files.make_folder("d"))
+        session.run(files.remove(["d"]))
+    for tier in ("node", "shared", "far"):
+        assert sorted(stored(tmp_path / tier)) == ["d/@.gone", "f@.gone"]
+    orphan = tmp_path / "shared" / ".files" / "half@" / "0000000001-01M8N4GC4PZMGV76TDT52MGPWM.data"
+    orphan.parent.mkdir()
+    orphan.write_bytes(b"half")
+    clock.advance(timedelta(days=6).total_seconds())
+    for days, left in ((0, ["d/@.gone", "f@.gone"]), (2, [])):
+        clock.advance(timedelta(days=days).total_seconds())
+        with Session.open(load_config(store(tmp_path)), clock=clock) as session:
+            session.run(sync_files(session), 60)
+        for tier in ("node", "shared", "far"):
+            assert sorted(stored(tmp_path / tier)) == left
+    assert not orphan.exists()
+
+
+def test_many_overwrites_leave_one_version_on_every_tier(tmp_path: Path) -> None:
+    with opened(store(tmp_path)) as (session, files):
+        for number in range(20):
+            write(session, files, "latest", bytes_of(number, BLOCK + number))
+        session.run(files.sync(30))
+    for tier in ("node", "shared", "far"):
+        assert sorted(stored(tmp_path / tier)) == ["latest@.data", "latest@.json"]
+    with opened(store(tmp_path)) as (session, files):
+        version = session.run(files.look_up("latest"))
+        assert version is not None
+        assert version.version == 20
+        assert content(session, files, "latest") == bytes_of(19, BLOCK + 19)
