@@ -7,7 +7,6 @@ fork of a server that has imported torch once; it has the environment that torch
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -18,10 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(
-    ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "tierstore.store"]
-)
+from fork_kit import SERVER
 
 Body = Callable[..., Any]
 
@@ -45,7 +41,7 @@ def run_ranks(
     folder.mkdir(parents=True, exist_ok=True)
     room = folder / f"ranks-{time.monotonic_ns()}"
     room.mkdir()
-    ranks = [_SERVER.Process(target=_main, args=(body, rank, world_size, folder, room, values)) for rank in range(world_size)]
+    ranks = [SERVER.Process(target=_main, args=(body, rank, world_size, folder, room, values)) for rank in range(world_size)]
     for process in ranks:
         process.start()
     end = time.monotonic() + timeout_s

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
 import threading
@@ -17,12 +16,9 @@ from tierstore.testing.equality import assert_same_state
 sys.path.insert(0, str(Path(__file__).parent))
 import crash_child
 from crash_child import state_of
+from fork_kit import SERVER
 
 NBYTES = 3_000_000
-
-# The server is a process without threads or stores that has imported torch, which takes seconds; each child is a fork of it.
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch", "tierstore.store", "tierstore.storage.s3"])
 
 
 class Child:
@@ -40,8 +36,8 @@ class Child:
     def __init__(self, tiers: Sequence[Any], *, steps: int, sync: bool, env: Mapping[str, str], errors: Path, nbytes: int = NBYTES) -> None:
         plan = {"tiers": list(tiers), "steps": steps, "sync": sync, "nbytes": nbytes}
         self._errors = errors
-        reader, writer = _SERVER.Pipe(duplex=False)
-        self._process = _SERVER.Process(target=crash_child.main, args=(plan, dict(env), writer, str(errors)))
+        reader, writer = SERVER.Pipe(duplex=False)
+        self._process = SERVER.Process(target=crash_child.main, args=(plan, dict(env), writer, str(errors)))
         self._process.start()
         writer.close()  # the child's copy is the only one now: its death ends the output
         self._output = os.fdopen(os.dup(reader.fileno()), encoding="utf-8")

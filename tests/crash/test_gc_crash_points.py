@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import gc_child
 import pytest
+from fork_kit import SERVER
 from gc_child import KEPT, NEWEST, ORPHAN, POLICY, VICTIM, later, tiers_on
 from retention_kit import (
     NAMES,
@@ -32,9 +32,6 @@ from tierstore.tiers.gc.collect import collect
 from tierstore.tiers.promote import promote, reconcile
 
 GC_POINTS = [p for p in CRASH_POINTS if p.partition(".")[0] in ("expire", "evict", "sweep", "orphan", "delete")]
-
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch", "tierstore.store", "tierstore.storage.s3", "tierstore.tiers.gc.collect"])
 
 
 async def build(root: Path) -> None:
@@ -60,7 +57,7 @@ def truth_of(root: Path) -> Truth:
 
 
 def run_child(root: Path, env: Mapping[str, str], errors: Path) -> int | None:
-    child = _SERVER.Process(target=gc_child.main, args=(str(root), dict(env), str(errors)))
+    child = SERVER.Process(target=gc_child.main, args=(str(root), dict(env), str(errors)))
     child.start()
     child.join(60)
     if child.is_alive():

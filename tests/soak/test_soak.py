@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
 import random
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_kit import SERVER
 from retention_kit import RUN, Truth, check_alone, check_step, files_of_storages
 from soak_child import main, state_of
 
@@ -23,9 +23,6 @@ from tierstore.storage.contract import Storage
 from tierstore.storage.opening import open_storage
 from tierstore.storage.posix import PosixStorage
 from tierstore.testing.equality import assert_same_state
-
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch", "tierstore.store", "tierstore.storage.s3"])
 
 ROUND_S = 1.5
 """How long a child lives at most after it has begun to train."""
@@ -61,8 +58,8 @@ class Child:
 
     def __init__(self, config: Mapping[str, Any], seed: int, errors: Path) -> None:
         self.errors = errors
-        reader, writer = _SERVER.Pipe(duplex=False)
-        self._process = _SERVER.Process(target=main, args=(dict(config), seed, writer, str(errors)))
+        reader, writer = SERVER.Pipe(duplex=False)
+        self._process = SERVER.Process(target=main, args=(dict(config), seed, writer, str(errors)))
         self._process.start()
         writer.close()
         self._output = os.fdopen(os.dup(reader.fileno()), encoding="utf-8")

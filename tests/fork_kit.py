@@ -1,0 +1,89 @@
+"""Python processes that start in milliseconds: each is a fork of one server a test process, which has imported torch and tierstore.
+
+A fresh Python that imports both costs two seconds of CPU, so only what is about importing or the interpreter's end starts one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from subprocess import CompletedProcess
+
+from tierstore import crashpoints
+
+SERVER = multiprocessing.get_context("forkserver")
+"""Makes processes as `multiprocessing` does: ``SERVER.Process(target=function, args=…)``."""
+SERVER.set_forkserver_preload(
+    [
+        "torch",
+        "torch._dynamo",  # else imported at the first optimizer or DTensor, for 0.6 s of CPU in each process
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+        "tierstore.checkpointer",
+        "tierstore.cli.main",
+        "tierstore.dcp",
+        "tierstore.storage.s3",
+        "tierstore.store",
+        "tierstore.tiers.gc.collect",
+    ]
+)
+
+
+def run_forked(
+    code: str, *arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout_s: float = 120.0
+) -> CompletedProcess[str]:
+    """``python -c CODE ARGUMENTS``, but in a fork of the server; no handlers of `atexit` run at its end.
+
+    Args:
+        code: Python, run as ``__main__``.
+        arguments: Its ``sys.argv[1:]``.
+        env: Environment variables to set, also TIERSTORE_CRASH_AT; the others are those of the test now.
+        cwd: Its working directory; None: that of the test now.
+        timeout_s: Seconds after which it is killed and the test fails.
+
+    Returns:
+        Exit status (negative: the signal that ended it) and output, as of `subprocess.run`.
+
+    Raises:
+        AssertionError: It had not ended in time; with what it had printed.
+    """
+    with tempfile.TemporaryDirectory() as room:
+        out, err = Path(room, "out"), Path(room, "err")
+        process = SERVER.Process(
+            target=_run, args=(code, arguments, {**os.environ, **(env or {})}, str(cwd or Path.cwd()), str(out), str(err))
+        )
+        process.start()
+        process.join(timeout_s)
+        late = process.is_alive()
+        if late:
+            process.kill()
+            process.join()
+        told = [path.read_text() if path.exists() else "" for path in (out, err)]
+        assert not late, f"a child had not ended after {timeout_s:.0f} s:\n{told[0]}\n{told[1]}"
+        assert process.exitcode is not None
+        return CompletedProcess(args=["python", "-c", code, *arguments], returncode=process.exitcode, stdout=told[0], stderr=told[1])
+
+
+def run_tierstore(*arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> CompletedProcess[str]:
+    """``tierstore ARGUMENTS`` as a process of its own, by a fork of the server."""
+    return run_forked("from tierstore.__main__ import main; main()", *arguments, env=env, cwd=cwd)
+
+
+def _run(code: str, arguments: tuple[str, ...], env: dict[str, str], cwd: str, out: str, err: str) -> None:
+    for number, path in ((1, out), (2, err)):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(fd, number)
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    sys.argv = ["-c", *arguments]
+    sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    importlib.reload(crashpoints)  # it was imported before the environment named a point; `reach` sees what is read now
+    exec(compile(code, "<forked>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
