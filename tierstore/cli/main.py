@@ -1,4 +1,4 @@
-"""``tierstore``: the command line. Verbs are in `look`, `work`, `check` and `doctor`; the common options in `options`."""
+"""``tierstore``: the command line. Each group of verbs has a module of its own; the common options in `options`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from tierstore.cli import (
     recover,
     repair,
     retain,
+    status,
     usage,
     work,
 )
-from tierstore.cli.options import Cli, remember, verb
+from tierstore.cli.options import Cli, Verbs, remember, verb
 
 __all__ = ["app", "main"]
 
@@ -39,7 +40,7 @@ Exit codes: 0 ok, 1 error, 2 usage or configuration, 3 partial, 4 not found, 5 t
 130 interrupted.
 """
 
-app = typer.Typer(name="tierstore", help=_HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(name="tierstore", cls=Verbs, help=_HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 def _print_version(wanted: bool) -> None:
@@ -87,7 +88,7 @@ for _function in (
     move.push,
     move.pull,
     work.sync,
-    work.status,
+    status.status,
     recover.recover,
     retain.plan,
     retain.prune,

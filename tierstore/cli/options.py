@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_type_hints
 
 import typer
+import typer.core
 
 from tierstore.cli.terminal import Terminal
 from tierstore.clock import Clock, SystemClock
@@ -19,7 +21,7 @@ from tierstore.errors import TierStoreError, UsageError
 from tierstore.tiers.session import Session
 from tierstore.units import parse_rate
 
-__all__ = ["Cli", "Options", "remember", "storage_options", "verb"]
+__all__ = ["Cli", "Options", "Verbs", "remember", "storage_options", "verb"]
 
 _EVERYWHERE = "Everywhere"
 
@@ -113,6 +115,44 @@ class Cli:
         """For verbs that are about all tiers."""
         if self.only:
             raise UsageError(f"--tier {self.only[0]}: {why}", hint="--tier takes a URI or path here, one with a '/'")
+
+
+class Verbs(typer.core.TyperGroup):
+    """All verbs together: a mistake in the options is told as every other error is, not in a box."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Runs the command line; ends the process with its exit code, unless `standalone_mode` is off."""
+        if not standalone_mode:
+            return super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+        try:
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+        except typer.Abort:
+            code = EXIT_INTERRUPTED
+        except Exception as error:
+            # typer carries click inside since 0.20-odd, and stands beside it before: its errors are known by what they can do.
+            if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
+                raise
+            code = _tell_misuse(error, getattr(error, "ctx", None))
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _tell_misuse(error: Any, context: Any) -> int:
+    """A mistake in what was typed, as an error of ours; without a verb, the help."""
+    if context is not None and type(error).__name__ == "NoArgsIsHelpError":
+        typer.echo(context.get_help())
+        return 2
+    command = context.command_path if context is not None else "tierstore"
+    message = str(error.format_message()).strip().rstrip(".") or "nothing was given to do"
+    Terminal().complain(UsageError(message[0].lower() + message[1:], hint=f"`{command} --help` says what can be given"))
+    return int(error.exit_code)
 
 
 def remember(function: Callable[..., None]) -> Callable[..., None]:

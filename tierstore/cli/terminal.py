@@ -65,6 +65,11 @@ class Terminal:
         for line in break_lines(text, self.out.width):
             self.out.print(line, soft_wrap=True)
 
+    def show_line(self, line: str) -> None:
+        """Prints a result that stays one line, however long: for a file that grows line by line."""
+        if not self.as_json:
+            self.out.print(Text(line), soft_wrap=True)
+
     def emit(self, value: Mapping[str, Any]) -> None:
         """Prints a result for programs: one JSON object on a line of its own; nothing without ``--json``."""
         if self.as_json:
@@ -155,6 +160,10 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 class _DataConsole(Console):
     """A console on which data can't speak to the terminal: escape sequences in names would move its cursor, or worse."""
+
+    def on_broken_pipe(self) -> None:
+        """The reader has gone (`| head`): told as the error that it is, where rich would end the process."""
+        raise BrokenPipeError
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

@@ -5,13 +5,26 @@ from __future__ import annotations
 from tierstore.errors import TierFullError
 from tierstore.tiers.tier import Tier
 
-__all__ = ["COPY_RESERVE_NBYTES", "SAVE_RESERVE_NBYTES", "check_space"]
+__all__ = ["COPY_RESERVE_NBYTES", "SAVE_RESERVE_NBYTES", "check_space", "room_on"]
 
 SAVE_RESERVE_NBYTES = 64 << 20
 """Free space that a save leaves on a tier, in bytes: room for logs, and for the file system itself."""
 
 COPY_RESERVE_NBYTES = 1 << 20
 """Free space that a copy leaves, in bytes: directory entries, records."""
+
+
+async def room_on(tier: Tier) -> int | None:
+    """How many bytes still fit, in the storage and in the tier's capacity; None where nothing tells. Lists a tier with a capacity.
+
+    Raises:
+        StorageError: The tier does not answer.
+    """
+    free = await tier.storage.free_nbytes()
+    if tier.capacity is None:
+        return free
+    left = max(0, tier.capacity - sum(f.nbytes for f in await tier.storage.list()))
+    return left if free is None else min(left, free)
 
 
 async def check_space(tier: Tier, nbytes: int, *, reserve_nbytes: int = COPY_RESERVE_NBYTES) -> None:

@@ -11,6 +11,7 @@ from tierstore.tiers.catalog import Catalog, CheckpointInfo, RecordCache, scan
 from tierstore.tiers.jobs import PendingCopy
 from tierstore.tiers.progress import Transfer
 from tierstore.tiers.promote import pending
+from tierstore.tiers.space import room_on
 from tierstore.tiers.tending import HousekeepingStatus
 from tierstore.tiers.tier import Tier, Tiers
 
@@ -107,7 +108,7 @@ async def _tier_status(
     free: int | None = None
     if unreachable is None:
         try:
-            free = await tier.storage.free_nbytes()
+            free = await room_on(tier)
         except TierStoreError as error:
             unreachable = error
     return TierStatus(
