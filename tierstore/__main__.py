@@ -11,6 +11,10 @@ __all__ = ["main"]
 def main() -> None:
     """Runs the command line. Ctrl-C while it is being loaded, which takes a second, ends it as Ctrl-C later does."""
     try:
+        if sys.argv[1:2] == ["complete-names"]:  # somebody pressed Tab: not the whole command line
+            from tierstore.cli.names_asked import main as complete_names
+
+            complete_names(sys.argv[2:])
         from tierstore.cli.main import main as command_line
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")

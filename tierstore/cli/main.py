@@ -13,6 +13,7 @@ from tierstore.cli import (
     capacity,
     check,
     compare,
+    completion,
     doctor,
     explain,
     export,
@@ -106,6 +107,7 @@ for _function in (
     doctor.doctor,
     export.export,
     adopt.adopt,
+    completion.completion,
 ):
     app.command(_function.__name__)(verb(_function))
 
