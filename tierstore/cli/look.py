@@ -250,6 +250,8 @@ def cat(
 ) -> int:
     """Write one file of a checkpoint to stdout, every byte proved against its digest."""
     cli.refuse_names("cat reads the nearest good copy")
+    if cli.terminal.as_json and not file.endswith(".json"):
+        raise UsageError(f"{file} is binary, and --json prints text", hint="leave --json out")
     if not file.endswith(".json") and sys.stdout.isatty():
         raise UsageError(f"{file} is binary, and stdout is a terminal", hint=f"write it into a file: tierstore cat {ref} {file} > {file}")
     with cli.session() as session:
@@ -261,9 +263,14 @@ def cat(
             near = difflib.get_close_matches(file, names, n=3, cutoff=0.4)
             hint = f"did you mean {' or '.join(near)}?" if near else f"its files are {', '.join(names[:6])}"
             raise NotFoundError(f"{replica.info.run}@{replica.info.step} has no file {file!r}", hint=hint, file=file)
-        out = sys.stdout.buffer
         own = file in (MANIFEST, *(f.name for f in replica.manifest.files))
-        for data in _file_bytes(session, replica, file) if own else [_carried_bytes(session, replica, carried[file])]:
+        pieces = _file_bytes(session, replica, file) if own else [_carried_bytes(session, replica, carried[file])]
+        if cli.terminal.as_json:
+            text = b"".join(pieces).decode("utf-8", "replace")
+            cli.terminal.emit({"type": "content", "run": replica.info.run, "step": replica.info.step, "name": file, "text": text})
+            return 0
+        out = sys.stdout.buffer
+        for data in pieces:
             out.write(data)
         out.flush()
     return 0

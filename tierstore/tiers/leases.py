@@ -50,7 +50,7 @@ def hold_lease(
         attempt: Whose files are to stay.
         ttl_s: How long an observer waits for the next beat before it calls the lease dead, in seconds.
         clock: Its monotonic time decides when this holder gives it up.
-        kind: What it is for, told to people: ``reader``, ``verify``, ``repair``.
+        kind: What it is for, told to people: ``reader``, ``verify``, ``repair``; ``bring`` also to collectors.
         known: The number of the last record of the log that the holder has seen; only what is newer is looked at. None: all of it.
         warned: Texts that were warned of already: what they share says it once. None: this lease alone.
     """
