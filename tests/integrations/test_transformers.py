@@ -25,7 +25,7 @@ from tierstore.testing.equality import assert_same_state
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ranks_kit import run_ranks
-from trainer_hf import RUN, STEPS, life, tiers_under, train, trainer_of, weights
+from trainer_hf import RUN, STEPS, Draw, Stop, Wait, life, tiers_under, train, trainer_of, weights
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
@@ -49,8 +49,11 @@ def run_life(folder: Path, output_dir: Path, *, result: Path | None = None, kill
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """The weights after all steps, of a Trainer that knows nothing of tierstore."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # sums depend on it
     trainer = trainer_of(tmp_path_factory.mktemp("plain"), [], save_strategy="no")
     trainer.train()
+    torch.set_num_threads(before)
     return weights(trainer)
 
 
@@ -100,7 +103,7 @@ def test_a_trainer_killed_in_mid_save_resumes_to_the_very_weights_of_an_uninterr
 def body_ddp(rank: int, world_size: int, folder: Path, *, output_dir: str, steps: int, shared: bool) -> Any:
     """A rank: its own folder where nothing is shared between nodes."""
     own = Path(output_dir) if shared else Path(output_dir) / f"node-{rank}"
-    trainer = trainer_of(own, [], max_steps=steps)
+    trainer = trainer_of(own, [Stop(steps), Draw(rank)])
     with tierstore.open(tiers_under(folder), run=RUN) as store:
         callback = TierCheckpointCallback(store)
         trainer.add_callback(callback)
@@ -206,14 +209,10 @@ def test_with_a_limit_of_one_and_another_best_the_store_keeps_both(tmp_path: Pat
 def test_local_folders_go_when_they_are_durable_and_never_the_best_one(tmp_path: Path, keep: int) -> None:
     output_dir = tmp_path / "out"
 
-    class Wait(TrainerCallback):  # type: ignore[misc]
-        def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-            callback.tickets[state.global_step].wait("durable", 60)
-
     with tierstore.open(tiers_under(tmp_path), run=RUN) as store:
         callback = TierCheckpointCallback(store, keep_local=keep)
         settings: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
-        trainer = trainer_of(output_dir, [callback, Wait()], **settings)
+        trainer = trainer_of(output_dir, [callback, Wait(callback, "durable")], **settings)
         trainer.train()
         best = trainer.state.best_global_step
         assert [info.step for info in store.checkpoints()] == [2, 4, 6]
@@ -250,12 +249,18 @@ def test_the_checkpoint_that_the_trainer_saves_on_sigterm_is_stored_before_train
                 jit = next(c for c in trainer.callback_handler.callbacks if type(c).__name__ == "JITCheckpointCallback")
                 jit.jit_manager._enable_checkpoint()
 
+    shutil.copytree(_a_whole_folder(tmp_path), output_dir / "checkpoint-1")
     with tierstore.open(tiers_under(tmp_path), run=RUN) as store:
-        trainer = trainer_of(output_dir, [TierCheckpointCallback(store), Terminate()], enable_jit_checkpoint=True)
+        trainer = trainer_of(output_dir, [TierCheckpointCallback(store), Terminate()], enable_jit_checkpoint=True, save_steps=5)
         trainer.train()
-        assert [info.step for info in store.checkpoints()] == [2, 3]
-    with tierstore.open(tiers_under(tmp_path), run=RUN) as store:
+        assert trainer.state.global_step == 4, "the Trainer saves before a step, and stops after it"
+        assert [info.step for info in store.checkpoints()] == [3], "neither nothing, nor what an earlier life left"
         assert resume_from_checkpoint(store, tmp_path / "other") == str(tmp_path / "other" / "checkpoint-3")
+
+
+def _a_whole_folder(folder: Path) -> Path:
+    trainer_of(folder / "earlier", [], max_steps=2).train()
+    return folder / "earlier" / "checkpoint-2"
 
 
 def test_a_save_that_failed_in_the_background_is_raised_by_the_next_one(tmp_path: Path) -> None:

@@ -62,11 +62,44 @@ def tiers_under(folder: Path) -> list[str]:
     return [str(folder / "node"), str(folder / "shared")]
 
 
-def train(folder: Path, output_dir: Path, result: Path | None = None, **settings: Any) -> None:
+class Stop(TrainerCallback):  # type: ignore[misc]
+    """Ends training after a step, as if the job's time were over."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        control.should_training_stop = state.global_step >= self._step or control.should_training_stop
+
+
+class Draw(TrainerCallback):  # type: ignore[misc]
+    """Draws `count` random numbers a step: so the random states of ranks differ, which the Trainer seeds alike."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        torch.rand(self._count)
+
+
+class Wait(TrainerCallback):  # type: ignore[misc]
+    """Goes on when what was saved is `level`."""
+
+    def __init__(self, tiers: TierCheckpointCallback, level: str) -> None:
+        self._tiers = tiers
+        self._level = level
+
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self._tiers.tickets[state.global_step].wait(self._level, 60)
+
+
+def train(folder: Path, output_dir: Path, result: Path | None = None, wait: bool = False, **settings: Any) -> None:
     """One life of a job, as the guide says: resume from the store, train on, keep the final weights."""
     trainer = trainer_of(output_dir, [], **settings)
     with tierstore.open(tiers_under(folder), run=RUN) as store:
         trainer.add_callback(TierCheckpointCallback(store))
+        if wait:
+            trainer.add_callback(Wait(trainer.callback_handler.callbacks[-1], "committed"))
         trainer.train(resume_from_checkpoint=resume_from_checkpoint(store, output_dir))
     if result is not None:
         torch.save(weights(trainer), result)
@@ -87,4 +120,4 @@ def life(folder: str, output_dir: str, result: str | None, kill_at: str, crash_a
         crashpoints._AT, _, crashpoints._NTH = crash_at.partition(":")
     torch.set_num_threads(1)
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the Trainer prints its logs
-    train(Path(folder), Path(output_dir), Path(result) if result else None, **settings)
+    train(Path(folder), Path(output_dir), Path(result) if result else None, wait=bool(crash_at or kill_at), **settings)

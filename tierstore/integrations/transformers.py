@@ -15,18 +15,17 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from tierstore.errors import IntegrityError, NotFoundError, StateMismatchError, UsageError
-from tierstore.state.folder import FOLDER, folder_state
+from tierstore.errors import IntegrityError, UsageError
+from tierstore.integrations.folders import committed_step, newest_folders, opened
+from tierstore.state.folder import folder_state
 from tierstore.state.folder_ranks import restore_once_a_node, share_files
 from tierstore.state.folder_restore import restore_folder, same_folder
-from tierstore.state.load import LoadOptions
 from tierstore.store import Store
 from tierstore.store import open as open_store
 from tierstore.tiers.catalog import CheckpointInfo
@@ -72,6 +71,7 @@ class TierCheckpointCallback(TrainerCallback):
         self._tickets: dict[int, Ticket] = {}
         self._resumed_step: int | None = None
         self._last_step: int | None = None
+        self._before: dict[int, tuple[int, int] | None] = {}
 
     @property
     def store(self) -> Store:
@@ -118,14 +118,15 @@ class TierCheckpointCallback(TrainerCallback):
                 state.global_step,
             )
         self._resumed_step = self._last_step = state.global_step or None
+        self._before = {step: _mark(folder / _STATE) for step, folder in _local(Path(args.output_dir))}
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        self._save(args, state)
+        self._save(args, state, state.global_step)
         self._clean(args, state)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        if args.enable_jit_checkpoint and state.global_step != self._last_step and self._has_jit_folder(args, state):
-            self._save(args, state)  # the Trainer calls no on_save for what it saved on SIGTERM
+        if args.enable_jit_checkpoint and (step := self._jit_step(args, state)) is not None:
+            self._save(args, state, step)
         self.store.sync()
         self._clean(args, state)
         if not isinstance(self._source, Store):
@@ -134,8 +135,8 @@ class TierCheckpointCallback(TrainerCallback):
 
     # ---- inside
 
-    def _save(self, args: TrainingArguments, state: TrainerState) -> None:
-        store, step = self.store, state.global_step
+    def _save(self, args: TrainingArguments, state: TrainerState, step: int) -> None:
+        store = self.store
         folder = _folder(args.output_dir, step)
         what = f"storing {folder.name} of run {store.run!r}"
         share = share_files(store.agreement, folder, what, ignore=(_SENTINEL,))
@@ -143,17 +144,25 @@ class TierCheckpointCallback(TrainerCallback):
         self._tickets[step] = store.save(
             step,
             folder_state(folder, share.files, as_tensors=share.as_tensors),
-            metrics=_metrics(state),
+            metrics=_metrics(state, step),
             tags=self._tags,
             final=0 < state.max_steps <= step,
         )
 
-    def _has_jit_folder(self, args: TrainingArguments, state: TrainerState) -> bool:
-        folder = _folder(args.output_dir, state.global_step)
-        whole = (folder / _STATE).is_file() and not (folder / _SENTINEL).exists()
+    def _jit_step(self, args: TrainingArguments, state: TrainerState) -> int | None:
+        """What the Trainer saved on SIGTERM, for which it calls no ``on_save``; it may have trained a step more since. Rank 0 looks."""
+        found = [
+            step
+            for step, folder in _local(Path(args.output_dir))
+            if (self._last_step or 0) < step <= state.global_step
+            and not (folder / _SENTINEL).exists()
+            and _mark(folder / _STATE) not in (None, self._before.get(step))
+        ]
+        newest = max(found, default=None)
         if self.store.agreement is None:
-            return whole
-        return self.store.agreement.share("looking for a checkpoint saved on SIGTERM", b"1" if whole else b"0") == b"1"
+            return newest
+        told: int | None = json.loads(self.store.agreement.share("looking for a checkpoint saved on SIGTERM", json.dumps(newest).encode()))
+        return told
 
     def _clean(self, args: TrainingArguments, state: TrainerState) -> None:
         """Removes local folders; of the ranks that see the same ones, the node's first does so, and a second one does no harm."""
@@ -206,60 +215,20 @@ def resume_from_checkpoint(
         IntegrityError: The newest one is damaged on every tier.
         RankError, DeadlineError: Another rank failed, or did not come.
     """
-    with _opened(store, run) as opened:
-        candidates = _candidates(opened, which, fallback)
+    with opened(store, run) as found:
+        candidates = newest_folders(found, fallback=fallback) if which == "latest" else [committed_step(found, which)]
         for place, info in enumerate(candidates):
             target = _folder(output_dir, info.step)
-            restore = partial(_restore, opened, info, target, best)
+            restore = partial(_restore, found, info, target, best)
             try:
-                restore_once_a_node(opened.agreement, f"restoring {target}", str(target), info.nbytes, restore)
+                restore_once_a_node(found.agreement, f"restoring {target}", str(target), info.nbytes, restore)
             except IntegrityError as error:
                 if not fallback or place + 1 == len(candidates):
                     raise
-                log.warning("run=%s step=%d is damaged everywhere and is passed over: %s", opened.run, info.step, error.message)
+                log.warning("run=%s step=%d is damaged everywhere and is passed over: %s", found.run, info.step, error.message)
                 continue
             return str(target)
     return None
-
-
-@contextmanager
-def _opened(store: Any, run: str | None) -> Iterator[Store]:
-    if isinstance(store, Store):
-        yield store
-        return
-    with open_store(store, run=run) as opened:
-        yield opened
-
-
-def _candidates(store: Store, which: int | str, fallback: bool) -> list[CheckpointInfo]:
-    """The checkpoint to take, and with `fallback` the older ones after it."""
-    if which != "latest":
-        return [_step(store, which)]
-    try:
-        # Commits what a dead process left whole, and agrees with the other ranks; of the state only this one number is wanted yet.
-        resumed = store.resume(into={FOLDER: {"version": 0}}, options=LoadOptions(unexpected="ignore"), fallback=fallback)
-    except StateMismatchError as error:
-        raise UsageError(
-            f"the newest checkpoint of run {store.run!r} was not saved from a folder, so not by TierCheckpointCallback",
-            hint="load it with Store.resume or Store.load; give the Trainer a run of its own",
-            run=store.run,
-        ) from error
-    if resumed is None:
-        return []
-    if not fallback:
-        return [resumed.checkpoint]
-    older = [info.step for info in reversed(store.checkpoints()) if info.step < resumed.step]
-    if store.agreement is not None:
-        older = json.loads(store.agreement.share("the older checkpoints", json.dumps(older).encode()))
-    return [resumed.checkpoint, *(_step(store, step) for step in older)]
-
-
-def _step(store: Store, step: Any) -> CheckpointInfo:
-    found = [info for info in store.checkpoints() if info.step == step]
-    if not found:
-        steps = [info.step for info in store.checkpoints()]
-        raise NotFoundError(f"run {store.run!r} has no step {step!r}", hint=f"it has {steps or 'none'}", run=store.run)
-    return found[-1]
 
 
 def _restore(store: Store, info: CheckpointInfo, target: Path, best: bool) -> None:
@@ -329,12 +298,21 @@ def _remove(folder: Path) -> None:
     log.info("folder=%s was removed: the store has it", folder)
 
 
-def _metrics(state: TrainerState) -> dict[str, float]:
-    """The numbers that the Trainer logged at this step."""
+def _mark(file: Path) -> tuple[int, int] | None:
+    """What tells a file from the one that was there before; None where there is none."""
+    try:
+        facts = file.stat()
+    except FileNotFoundError:
+        return None
+    return facts.st_ino, facts.st_mtime_ns
+
+
+def _metrics(state: TrainerState, step: int) -> dict[str, float]:
+    """The numbers that the Trainer logged at a step."""
     found: dict[str, float] = {}
     for entry in reversed(state.log_history):
-        if entry.get("step") != state.global_step:
-            break
+        if entry.get("step") != step:
+            continue
         for name, value in entry.items():
             if name not in _NO_METRICS and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
                 found.setdefault(name, float(value))

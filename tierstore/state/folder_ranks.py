@@ -1,13 +1,13 @@
 """A folder that several ranks have written: which of them stores which file, and which of them restores it.
 
 Ranks of one node see the same folder, ranks of another node another one, or all of them the same on a shared file system. So each tells
-which files it sees, once all have written theirs; a file that several see is stored by one of them, and the bytes are balanced.
+which files it sees, once all have written theirs; a file that several see is stored by one of them, and the bytes are balanced. Two nodes
+may have files of one name: these are stored by a rank of each, and the store keeps equal ones once and different ones apart.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import platform
 from collections.abc import Callable, Collection, Sequence
@@ -19,12 +19,10 @@ from tierstore.state.jointly import jointly, time_to_read
 
 __all__ = ["Share", "restore_once_a_node", "share_files"]
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one rank stores of a folder; `as_tensors`: it is the one whose safetensors files become tensors."""
+    """What one rank stores of a folder; `as_tensors`: whether its safetensors files become tensors."""
 
     files: tuple[FolderFile, ...]
     as_tensors: bool
@@ -50,35 +48,37 @@ def share_files(ranks: Agreement | None, folder: str | os.PathLike[str], what: s
     with telling(ranks, what):
         # On nodes where no rank writes anything there may be no folder.
         mine = list_folder(folder, ignore=ignore) if ranks.rank == 0 or os.path.isdir(folder) else []
-    told = json.dumps([[file.path, file.nbytes] for file in mine]).encode()
+    told = json.dumps([[file.path, file.nbytes, _mark(os.path.join(folder, file.path))] for file in mine]).encode()
     verdict = json.loads(ranks.agree(what, told, _divide))
     own = set(verdict["files"][ranks.rank])
-    for path in verdict["differing"] if ranks.rank == 0 else ():
-        log.warning("folder=%s file=%s has another length on other nodes: the lowest rank's is stored", folder, path)
-    return Share(files=tuple(file for file in mine if file.path in own), as_tensors=verdict["tensors"] == ranks.rank)
+    return Share(files=tuple(file for file in mine if file.path in own), as_tensors=ranks.rank in verdict["tensors"])
 
 
 def _divide(values: Sequence[bytes]) -> bytes:
-    """On rank 0: each file to one of the ranks that see it; all safetensors files that one rank sees to that rank, for names may clash."""
-    seen: dict[str, list[int]] = {}
+    """On rank 0: who stores which file, and whose safetensors files become tensors."""
+    seen: dict[str, dict[str, list[int]]] = {}
     sizes: dict[str, int] = {}
-    differing: list[str] = []
+    tensors: list[list[tuple[str, int]]] = [[] for _ in values]
     for rank, value in enumerate(values):
-        for path, nbytes in json.loads(value):
-            if path in sizes and sizes[path] != nbytes:
-                differing.append(path)
-                continue
-            seen.setdefault(path, []).append(rank)
-            sizes[path] = nbytes
-    tensors = min((ranks[0] for path, ranks in seen.items() if path.endswith(SUFFIX)), default=0)
+        for path, nbytes, mark in json.loads(value):
+            seen.setdefault(path, {}).setdefault(mark, []).append(rank)
+            sizes[path] = max(sizes.get(path, 0), nbytes)
+            if path.endswith(SUFFIX):
+                tensors[rank].append((path, nbytes))
+    # All safetensors files go to one rank of those that see them, for their tensors' names may clash.
+    first = next((rank for rank, found in enumerate(tensors) if found), 0)
     loads = [0] * len(values)
     files: list[list[str]] = [[] for _ in values]
-    first_tensors = sorted(seen, key=lambda path: (not path.endswith(SUFFIX), -sizes[path], path))
-    for path in first_tensors:
-        holder = tensors if path.endswith(SUFFIX) and tensors in seen[path] else min(seen[path], key=lambda rank: (loads[rank], rank))
-        loads[holder] += sizes[path]
-        files[holder].append(path)
-    return json.dumps({"files": files, "tensors": tensors, "differing": sorted(set(differing))}).encode()
+    for path in sorted(seen, key=lambda path: (not path.endswith(SUFFIX), -sizes[path], path)):
+        for holders in seen[path].values():
+            if len(seen[path]) > 1 or path.endswith(SUFFIX):
+                holder = min(holders)  # a node's first rank, which restores there too
+            else:
+                holder = min(holders, key=lambda rank: (loads[rank], rank))
+            loads[holder] += sizes[path]
+            files[holder].append(path)
+    alike = [rank for rank, found in enumerate(tensors) if found and found == tensors[first]]
+    return json.dumps({"files": files, "tensors": alike}).encode()
 
 
 def restore_once_a_node(ranks: Agreement | None, what: str, target: str, nbytes: int, restore: Callable[[], None]) -> None:
@@ -110,7 +110,7 @@ def restore_once_a_node(ranks: Agreement | None, what: str, target: str, nbytes:
 
 
 def _mark(target: str) -> str:
-    """What tells a folder from another of the same path on another node."""
+    """What tells a file or folder from another of the same path on another node."""
     try:
         facts = os.stat(target)
     except FileNotFoundError:

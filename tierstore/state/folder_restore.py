@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from tierstore.state.lazy import Checkpoint
 from tierstore.state.reading import Fill
 from tierstore.storage.temporaries import owner_is_dead, temporary_name
 
-__all__ = ["RestoredFolder", "is_folder", "restore_folder", "same_folder", "sweep_temporaries"]
+__all__ = ["RestoredFolder", "restore_folder", "same_folder", "sweep_temporaries"]
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +66,6 @@ _Part = tuple[int, int, memoryview]
 """A file's number, where in it, and what is there."""
 
 
-def is_folder(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint was saved from a folder."""
-    objects = checkpoint.objects
-    return isinstance(objects, dict) and isinstance(objects.get(FOLDER), dict) and "version" in objects[FOLDER]
-
-
 def restore_folder(
     checkpoint: Checkpoint,
     to: str | os.PathLike[str],
@@ -100,13 +94,13 @@ def restore_folder(
     target = Path(to)
     if os.path.lexists(target):
         raise RefusedError(f"{target} exists already", hint="name a new folder, or move that one away", path=str(target))
-    _check(checkpoint)
-    files = _files(checkpoint, wanted)
+    objects = _objects(checkpoint)
+    files = _files(checkpoint, objects, wanted)
     sweep_temporaries(target.parent)
     temporary = target.parent / f"{_TEMPORARY}{temporary_name(_KIND)}"
     try:
         temporary.mkdir(parents=True)
-        nbytes = _write(checkpoint, temporary, files, progress or (lambda done, total: None))
+        nbytes = _write(checkpoint, objects, temporary, files, progress or (lambda done, total: None))
         os.rename(temporary, target)  # fails where somebody has put files there meanwhile
         _sync_folder(target.parent)
     except BaseException as error:
@@ -138,17 +132,20 @@ def _told(error: OSError, target: Path) -> StorageError:
     return StorageError(f"can't restore {target}: {error}", hint="look at the folder above it, and at the disk")
 
 
-def _check(checkpoint: Checkpoint) -> None:
-    if not is_folder(checkpoint):
+def _objects(checkpoint: Checkpoint) -> dict[Any, Any]:
+    """The tree of a checkpoint that is a folder."""
+    objects = checkpoint.objects
+    if not (isinstance(objects, dict) and isinstance(objects.get(FOLDER), dict) and "version" in objects[FOLDER]):
         raise UsageError(
             f"{checkpoint!r} was not saved from a folder of files",
             hint="load its state with Store.load, or write it for other programs with Store.export",
         )
-    version = checkpoint.objects[FOLDER]["version"]
+    version = objects[FOLDER]["version"]
     if not isinstance(version, int) or version > FOLDER_VERSION:
         raise VersionError(
             f"{checkpoint!r} holds a folder of version {version!r}; this tierstore knows {FOLDER_VERSION}", hint="install a newer tierstore"
         )
+    return objects
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,25 +156,23 @@ class _File:
     stem: str | None = None
 
 
-def _files(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> list[_File]:
+def _files(checkpoint: Checkpoint, objects: Mapping[Any, Any], wanted: Callable[[str], bool]) -> list[_File]:
     """What to write, by path: what this rank's tree refers to, and what other ranks alone have."""
-    chosen: dict[tuple[str, str], str] = {}
-    for name in checkpoint:
-        kind, dot, path = name.partition(".")
-        if dot and kind in (FILES, HEADERS) and not _OF_RANK.search(path):
-            chosen[kind, path] = name
+    chosen: dict[str, tuple[str, str]] = {}
     for kind in (FILES, HEADERS):
-        for path, reference in checkpoint.objects.get(kind, {}).items():
+        for name in checkpoint:
+            if name.startswith(kind + ".") and not _OF_RANK.search(name):
+                chosen[name[len(kind) + 1 :]] = (kind, name)
+    for kind in (FILES, HEADERS):
+        for path, reference in objects.get(kind, {}).items():
             if isinstance(reference, TensorRef):
-                chosen[kind, path] = reference.name
+                chosen[path] = (kind, reference.name)
     found: dict[str, _File] = {}
-    for (kind, path), name in chosen.items():
+    for path, (kind, name) in chosen.items():
         check_relative(path)
         entry = checkpoint.replica.index.find(name)
-        if entry.dtype != "uint8" or len(entry.shape) != 1 or path in found:
-            raise FormatError(
-                f"{checkpoint!r} has no sensible file {path!r}", hint="run `tierstore verify`, or take another step", file=path
-            )
+        if entry.dtype != "uint8" or len(entry.shape) != 1:
+            raise FormatError(f"{checkpoint!r} has no sensible file {path!r}", hint="take another step", file=path)
         found[path] = _File(path=path, entry=entry, stem=stem_of(path) if kind == HEADERS else None)
     folders = {path[:at] for path in found for at, letter in enumerate(path) if letter == "/"}
     if clash := folders & found.keys():
@@ -191,9 +186,9 @@ def same_folder(checkpoint: Checkpoint, folder: str | os.PathLike[str]) -> bool:
     Raises:
         UsageError, VersionError, IntegrityError: As `restore_folder`.
     """
-    _check(checkpoint)
-    files = _files(checkpoint, lambda path: True)
-    pieces = _all_pieces(checkpoint, files)
+    objects = _objects(checkpoint)
+    files = _files(checkpoint, objects, lambda path: True)
+    pieces = _all_pieces(checkpoint, objects, files)
     sizes = dict.fromkeys((file.path for file in files), 0)
     for piece in pieces:
         sizes[files[piece.file].path] += piece.nbytes
@@ -221,8 +216,10 @@ class _Differs(Exception):
     """Internal: bytes differ."""
 
 
-def _write(checkpoint: Checkpoint, root: Path, files: Sequence[_File], progress: Callable[[int, int], None]) -> int:
-    pieces = _all_pieces(checkpoint, files)
+def _write(
+    checkpoint: Checkpoint, objects: Mapping[Any, Any], root: Path, files: Sequence[_File], progress: Callable[[int, int], None]
+) -> int:
+    pieces = _all_pieces(checkpoint, objects, files)
     made: set[Path] = {root}
     for file in files:
         path = root / file.path
@@ -237,9 +234,9 @@ def _write(checkpoint: Checkpoint, root: Path, files: Sequence[_File], progress:
     return sum(piece.nbytes for piece in pieces)
 
 
-def _all_pieces(checkpoint: Checkpoint, files: Sequence[_File]) -> list[_Piece]:
+def _all_pieces(checkpoint: Checkpoint, objects: Mapping[Any, Any], files: Sequence[_File]) -> list[_Piece]:
     headers = {file.path: checkpoint[file.entry.name].full() for file in files if file.stem is not None}
-    return [piece for number, file in enumerate(files) for piece in _pieces(checkpoint, number, file, headers.get(file.path))]
+    return [piece for number, file in enumerate(files) for piece in _pieces(checkpoint, objects, number, file, headers.get(file.path))]
 
 
 def _walk(
@@ -263,7 +260,7 @@ def _walk(
     progress(total, total)
 
 
-def _pieces(checkpoint: Checkpoint, number: int, file: _File, header: torch.Tensor | None) -> Iterator[_Piece]:
+def _pieces(checkpoint: Checkpoint, objects: Mapping[Any, Any], number: int, file: _File, header: torch.Tensor | None) -> Iterator[_Piece]:
     if header is None:
         yield from _ranges(number, 0, file.entry)
         return
@@ -274,8 +271,10 @@ def _pieces(checkpoint: Checkpoint, number: int, file: _File, header: torch.Tens
     end = max((end for _, end in _claims(raw)), default=0) + length
     parsed = parse_header(raw, end)
     yield _Piece(file=number, at=0, nbytes=length, raw=header)
+    own = objects.get(file.stem)
     for key, told in parsed.tensors.items():
-        entry = checkpoint.replica.index.find(f"{file.stem}.{key}")
+        reference = own.get(key) if isinstance(own, dict) else None
+        entry = checkpoint.replica.index.find(reference.name if isinstance(reference, TensorRef) else f"{file.stem}.{key}")
         known = SAFETENSORS_NAMES.get(told.dtype)
         if known is None or known.name != entry.dtype or tuple(entry.shape) != tuple(told.shape):
             raise FormatError(
