@@ -143,7 +143,7 @@ def load_state(
         if facts.get("direct") != direct:
             how = "without" if facts.get("direct") else "with"
             raise UsageError(
-                f"step {step} of run {store.run!r} was saved {how} FSDP, DeepSpeed or Megatron-LM, whose files Accelerate can't load otherwise",
+                f"step {step} of run {store.run!r} was saved {how} FSDP, DeepSpeed or Megatron-LM: such files are others",
                 hint="load it with the same kind of launch",
             )
         with _scratch_folder(store, scratch, what, own=direct) as folder:
