@@ -53,6 +53,7 @@ def df(cli: Cli) -> int:
                 "free_nbytes": usage.free_nbytes,
                 "store_nbytes": usage.nbytes,
                 "files": usage.files,
+                "plain_nbytes": usage.plain_nbytes,
                 "reserve_nbytes": SAVE_RESERVE_NBYTES,
                 "limits": list(limits),
                 "over": list(over),

@@ -9,9 +9,10 @@ from rich.text import Text
 
 from tierstore.cli.options import Cli
 from tierstore.cli.progress import copy_bars
-from tierstore.errors import PartialError
+from tierstore.errors import LockedError, PartialError
 from tierstore.tiers.catalog import runs, scan
 from tierstore.tiers.copying import CopyContext
+from tierstore.tiers.files.syncing import FilesReport, sync_files
 from tierstore.tiers.promote import Copy, ReconcileReport, pending, reconcile
 from tierstore.tiers.session import Session
 from tierstore.units import format_size
@@ -30,12 +31,13 @@ def sync(
         named = session.config.run
         chosen = [named] if named else session.run(runs(session.tiers))
         reports = [_sync_run(cli, session, run, wait) for run in chosen]
+        files = _sync_files(cli, session, wait)
     report = ReconcileReport(
         done=tuple(c for r in reports for c in r.done),
         waiting=tuple(w for r in reports for w in r.waiting),
         failed=tuple(f for r in reports for f in r.failed),
     )
-    return _conclude(cli, report)
+    return _conclude(cli, report, files)
 
 
 def _sync_run(cli: Cli, session: Session, run: str, wait: bool) -> ReconcileReport:
@@ -63,6 +65,29 @@ def _sync_run(cli: Cli, session: Session, run: str, wait: bool) -> ReconcileRepo
     return report
 
 
+def _sync_files(cli: Cli, session: Session, wait: bool) -> FilesReport:
+    """The files of ``tier://`` that are no checkpoints."""
+    context = CopyContext.make(
+        session.tiers, cli.clock, files_in_flight=cli.options.jobs or session.config.io.threads, max_bandwidth=cli.bwlimit
+    )
+    report = session.run(
+        sync_files(session, context=context, only=cli.only or None, dry_run=cli.options.dry_run, wait_s=None if wait else 0.0)
+    )
+    left = {(one.path, one.tier): one.reason for one in report.left}
+    failed = {(path, tier): error.message for path, tier, error in report.failed}
+    for one in report.lacking:
+        for tier in one.targets:
+            at = (one.path, tier.name)
+            state = "pending" if cli.options.dry_run else "failed" if at in failed else "waiting" if at in left else "done"
+            reason = failed.get(at) or left.get(at) or ""
+            cli.terminal.emit({"type": "file", "path": one.path, "tier": tier.name, "nbytes": one.nbytes, "state": state, "reason": reason})
+            action = f"remove from {tier.name}" if one.gone else f"copy to {tier.name}, {format_size(one.nbytes)}"
+            style = {"done": "green", "waiting": "yellow", "failed": "bold red"}.get(state, "")
+            because = f": {reason}" if reason else ""
+            cli.terminal.show(Text.assemble((f"{state:<8}", style), f"{one.path} {action}{because}"))
+    return report
+
+
 def _tell(cli: Cli, copy: Copy, state: str, reason: str) -> None:
     value: dict[str, Any] = {
         "type": "copy",
@@ -83,17 +108,23 @@ def _tell(cli: Cli, copy: Copy, state: str, reason: str) -> None:
     cli.terminal.show(Text.assemble((f"{state:<8}", style), f"{copy.attempt.run}@{copy.attempt.step} {action} {copy.tier}{size}{because}"))
 
 
-def _conclude(cli: Cli, report: ReconcileReport) -> int:
-    if not (report.done or report.waiting or report.failed):
+def _conclude(cli: Cli, report: ReconcileReport, files: FilesReport) -> int:
+    counts = {"done": len(report.done), "waiting": len(report.waiting), "failed": len(report.failed)}
+    cli.terminal.emit({"type": "sync", **counts, "dry_run": cli.options.dry_run})
+    if not (report.done or report.waiting or report.failed or files.lacking or files.waiting):
         if not cli.options.dry_run:
             cli.terminal.say("nothing was pending")
         return 0
-    if not report.failed:
+    failures = [*(failure.error for failure in report.failed), *(error for _, _, error in files.failed)]
+    if not failures and files.waiting:
+        raise LockedError(files.waiting, hint="wait for it (--wait), or ask that process")
+    if not failures:
         return 0
-    first = report.failed[0].error
-    if report.done:
+    first = failures[0]
+    if report.done or len(files.lacking) > len(files.failed):
+        made = len(report.done) + len(files.lacking) - len(files.failed)
         raise PartialError(
-            f"{len(report.done)} copies were made, {len(report.failed)} failed; the first: {first.message}",
+            f"{made} copies were made, {len(failures)} failed; the first: {first.message}",
             hint=first.hint or "run `tierstore sync` again: it goes on where it stopped",
         )
     raise first

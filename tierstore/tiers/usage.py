@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from tierstore.errors import NotFoundError, StorageError, TierStoreError, reason_of
 from tierstore.names import INDEX, MANIFEST, OBJECTS, Attempt, attempt_of_log_path
 from tierstore.tiers.checkpoint import parse_file_name
+from tierstore.tiers.files.places import ROOT
 from tierstore.tiers.tier import Tier, Tiers, recheck
 
 __all__ = ["KINDS", "RunUsage", "StoreUsage", "measure_run", "measure_stores", "total_nbytes"]
@@ -65,12 +66,14 @@ class StoreUsage:
     """How full one tier is, in bytes.
 
     `nbytes`: what the whole store, all its runs, holds there in `files` files; None where the tier could not be asked, and `error` says
-    why. `total_nbytes` and `free_nbytes` are its storage's, whoever uses it; None where that has no meaning (a bucket).
+    why. `plain_nbytes`: those of them that are in files of ``tier://`` that are no checkpoints.
+    `total_nbytes` and `free_nbytes` are its storage's, whoever uses it; None where that has no meaning (a bucket).
     """
 
     tier: str
     nbytes: int | None
     files: int = 0
+    plain_nbytes: int = 0
     total_nbytes: int | None = None
     free_nbytes: int | None = None
     error: str = ""
@@ -118,6 +121,7 @@ async def measure_stores(tiers: Tiers, only: Sequence[str] = ()) -> dict[str, St
             tier=tier.name,
             nbytes=sum(info.nbytes for info in listed),
             files=len(listed),
+            plain_nbytes=sum(info.nbytes for info in listed if info.path.startswith(f"{ROOT}/")),
             total_nbytes=await total_nbytes(tier),
             free_nbytes=free,
         )

@@ -36,7 +36,7 @@ def store(root: Path, *, node: str = "node", tiers: Sequence[str] = ("node", "sh
 
 @contextmanager
 def opened(
-    config: Mapping[str, Any],
+    config: Mapping[str, Any] | Path,
     *,
     ack: Ack | None = None,
     wrap: Wrap | None = None,

@@ -241,7 +241,7 @@ class Files:
             async with lock.hold():
                 picture = await look_at_files(self._tiers)
                 now = self._session.clock.now()
-                items = await take_over(picture.lacking(now=now), self._mover, now=now)
+                items, _ = await take_over(picture.lacking(now=now), self._mover, now=now)
                 self._looked.set()
                 await tidy(picture, self._mover, self._session.clock)
                 await self._mover.wait_for_all(items)

@@ -11,12 +11,14 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import TypeVar
 
 from tierstore.errors import NotFoundError, StorageError, TierStoreError
 from tierstore.storage.contract import FileInfo
 from tierstore.tiers.files.entry import FileVersion
-from tierstore.tiers.files.places import ROOT, Mark, check_path, folder_place, parse_place, place_of
+from tierstore.tiers.files.places import ROOT, Mark, check_path, decode_name, folder_place, parse_place, place_of
 from tierstore.tiers.tier import Tier, Tiers, recheck
+from tierstore.tiers.together import together
 
 __all__ = ["Held", "Key", "Looker", "OnTier", "State", "group"]
 
@@ -25,7 +27,9 @@ log = logging.getLogger(__name__)
 Key = tuple[str, bool]
 """A path, and whether it is a folder."""
 
-_Listings = dict[str, Sequence[FileInfo]]
+_T = TypeVar("_T")
+_PROBES = 8
+"""How many names of a folder are looked at before everything below it is listed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,27 +143,35 @@ class Looker:
         """What is there of one path; errors as `places.check_path`, and `StorageError` where no tier answers."""
         place = place_of(path, is_folder=is_folder)
         key = (path, is_folder)
-        found = await self._ask(place, everywhere=everywhere)
+        found = await self._files(place, everywhere=everywhere)
         return self._merge(found).get(key) or State(path=path, is_folder=is_folder)
 
     async def below(self, folder: str, *, everywhere: bool = False) -> dict[Key, State]:
         """What is there below a folder at any depth, and of the folder itself; errors as `state`."""
-        return self._merge(await self._ask(folder_place(folder), everywhere=everywhere))
+        return self._merge(await self._files(folder_place(folder), everywhere=everywhere))
 
     async def look_up(self, path: str) -> FileVersion | None:
         """The newest version of the file `path`, else the folder of that name, else None; errors as `state`."""
         if not path:
             return FileVersion(path="", version=0, save_id="", nbytes=0, is_folder=True, tiers=self.tiers.names)
-        state = await self.state(path)
-        if state.live is not None:
-            return state.live
-        below = await self.below(path)
-        made = below.get((path, True))
-        if made is not None and made.live is not None:
+        file, made = await asyncio.gather(self.state(path), self.state(path, is_folder=True))
+        if file.live is not None:
+            return file.live
+        if made.live is not None:
             return made.live
-        if any(state.live is not None for state in below.values()):
-            return implied_folder(path)
-        return None
+        return implied_folder(path) if await self._anything_below(path) else None
+
+    async def _anything_below(self, folder: str) -> bool:
+        """Whether something live lies below a folder; most often the first names of its first level tell, and nobody lists all of it."""
+        levels = await self._ask(folder_place(folder), lambda tier, place: tier.storage.children(place))
+        names = sorted({name for level in levels.values() for name in level.folders})
+        first = [name[:-1] for name in names if name.endswith("@") and name != "@"][:_PROBES]
+        states = await together(self.state, [f"{folder}/{decode_name(name)}" for name in first])
+        if any(state.live is not None for state in states):
+            return True
+        if not names or names == [f"{name}@" for name in first]:
+            return False
+        return any(state.live is not None for state in (await self.below(folder)).values())
 
     async def list(self, folder: str = "", *, recursive: bool = True) -> list[FileVersion]:
         """The live files and folders below `folder`, sorted by path; errors as `state`."""
@@ -180,24 +192,28 @@ class Looker:
         listed = [one for one in found.values() if recursive or "/" not in one.path[len(start) :]]
         return sorted(listed, key=lambda one: (one.path, one.is_folder))
 
-    async def _ask(self, place: str, *, everywhere: bool) -> dict[str, dict[Key, OnTier]]:
-        """Lists `place` on the tiers that decide, and on those that stand in for the authority."""
+    async def _files(self, place: str, *, everywhere: bool) -> dict[str, dict[Key, OnTier]]:
+        listed = await self._ask(place, lambda tier, place: tier.storage.list(place), everywhere=everywhere)
+        return {name: group(files) for name, files in listed.items()}
+
+    async def _ask(self, place: str, ask: Callable[[Tier, str], Awaitable[_T]], *, everywhere: bool = False) -> dict[str, _T]:
+        """Asks the tiers that decide, and those that stand in for the authority; the answers by tier, nearest first."""
         lost = everywhere or await self._authority_lost()
         asked = [t for t in self.tiers if lost or t.scope == "node" or self.tiers.is_authority(t)]
-        found, failures = await self._from_each(asked, lambda tier: tier.storage.list(place))
+        found, failures = await self._from_each(asked, lambda tier: ask(tier, place))
         if self.tiers.authority.name in failures and not lost:
             others = [t for t in self.tiers if t not in asked]
-            more, more_failures = await self._from_each(others, lambda tier: tier.storage.list(place))
+            more, more_failures = await self._from_each(others, lambda tier: ask(tier, place))
             found.update(more)
             failures.update(more_failures)
         if not found and failures:
             raise next(iter(failures.values()))
-        return {name: group(found[name]) for name in self.tiers.names if name in found}
+        return {name: found[name] for name in self.tiers.names if name in found}
 
     async def _from_each(
-        self, tiers: Sequence[Tier], ask: Callable[[Tier], Awaitable[Sequence[FileInfo]]]
-    ) -> tuple[_Listings, dict[str, TierStoreError]]:
-        found: _Listings = {}
+        self, tiers: Sequence[Tier], ask: Callable[[Tier], Awaitable[_T]]
+    ) -> tuple[dict[str, _T], dict[str, TierStoreError]]:
+        found: dict[str, _T] = {}
         failures: dict[str, TierStoreError] = {}
 
         async def one(tier: Tier) -> None:

@@ -19,7 +19,19 @@ from typing import Literal
 
 from tierstore.errors import UsageError
 
-__all__ = ["ROOT", "Kind", "Leaf", "Mark", "check_path", "claim_path", "folder_place", "leaf_name", "parse_place", "place_of"]
+__all__ = [
+    "ROOT",
+    "Kind",
+    "Leaf",
+    "Mark",
+    "check_path",
+    "claim_path",
+    "decode_name",
+    "folder_place",
+    "leaf_name",
+    "parse_place",
+    "place_of",
+]
 
 ROOT = ".files"
 """The folder of a tier that holds files."""
@@ -116,7 +128,7 @@ def parse_place(stored: str) -> Leaf | None:
     if root != ROOT or not place.endswith("@"):
         return None
     is_folder = place == "@" or place.endswith("/@")
-    path = _decode(place[:-1].rstrip("/") if is_folder else place[:-1])
+    path = decode_name(place[:-1].rstrip("/") if is_folder else place[:-1])
     found = _LEAF.fullmatch(name)
     if found is not None:
         kind: Kind = "entry" if found[4] is not None else "data" if found[3] == "data" else "gone"
@@ -132,5 +144,6 @@ def _encode(segment: str) -> str:
     return _ENCODED.sub(lambda found: f"%{ord(found[0]):02X}", segment)
 
 
-def _decode(place: str) -> str:
+def decode_name(place: str) -> str:
+    """What people wrote, from a tier's names; without the '@' that ends them."""
     return _DECODED.sub(lambda found: chr(int(found[1], 16)), place)

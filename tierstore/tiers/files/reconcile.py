@@ -139,7 +139,9 @@ async def look_at_files(tiers: Tiers) -> FilesPicture:
     return FilesPicture(tiers=tiers, held=held, failures=failures)
 
 
-async def take_over(lacking: list[Lacking], mover: Mover, *, now: datetime, all_of_them: bool = False) -> list[Item]:
+async def take_over(
+    lacking: list[Lacking], mover: Mover, *, now: datetime, all_of_them: bool = False
+) -> tuple[list[Item], list[tuple[Lacking, TierStoreError]]]:
     """Hands what tiers lack to the mover, in the order of publication.
 
     Args:
@@ -147,10 +149,17 @@ async def take_over(lacking: list[Lacking], mover: Mover, *, now: datetime, all_
         mover: Who carries it on.
         now: The wall time; it steers only who does the work.
         all_of_them: Also what a process published that may be alive: for a person who asks for it.
+
+    Returns:
+        What is on its way now, and what can't be carried on, because no copy of what proves it can be read.
     """
-    items = []
+    items, unreadable = [], []
     for one, found in zip(lacking, await together(_read, lacking), strict=True):
-        if found is None:
+        if isinstance(found, NotFoundError):  # it went since it was listed
+            continue
+        if isinstance(found, TierStoreError):
+            log.warning("file=%r can't be carried on: %s", one.path, found.message)
+            unreadable.append((one, found))
             continue
         put, entry, owner = found
         if mover.knows(put) or (not all_of_them and _is_cared_for(owner, one.mark, mover.owner, now)):
@@ -160,7 +169,7 @@ async def take_over(lacking: list[Lacking], mover: Mover, *, now: datetime, all_
         items.append(item)
     if items:
         log.info("%d files that other processes left are carried on", len(items))
-    return items
+    return items, unreadable
 
 
 async def tidy(picture: FilesPicture, mover: Mover, clock: Clock) -> None:
@@ -183,9 +192,10 @@ async def tidy(picture: FilesPicture, mover: Mover, clock: Clock) -> None:
         await _drop_tombstones(picture, now)
 
 
-async def _read(one: Lacking) -> tuple[FilePut, FileEntry | None, str] | None:
-    """The document of a version, from the nearest tier whose copy is good; None where there is none any more."""
+async def _read(one: Lacking) -> tuple[FilePut, FileEntry | None, str] | TierStoreError:
+    """The document of a version, from the nearest tier whose copy is good; else why there is none."""
     kind = "gone" if one.gone else "entry"
+    failure: TierStoreError = NotFoundError(f"no tier holds {one.path!r} any more", hint="look again", path=one.path)
     place = place_of(one.path, is_folder=one.is_folder)
     for tier in one.at:
         try:
@@ -195,7 +205,7 @@ async def _read(one: Lacking) -> tuple[FilePut, FileEntry | None, str] | None:
         except NotFoundError:
             continue
         except (StorageError, IntegrityError) as error:
-            log.warning("tier=%s file=%r can't be carried on from here: %s", tier.name, one.path, error.message)
+            failure = error
             continue
         put = FilePut(
             path=one.path,
@@ -206,7 +216,7 @@ async def _read(one: Lacking) -> tuple[FilePut, FileEntry | None, str] | None:
             document=document,
         )
         return put, entry, owner
-    return None
+    return failure
 
 
 def _is_cared_for(owner: str, mark: Mark, own: str, now: datetime) -> bool:
