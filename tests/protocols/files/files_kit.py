@@ -99,7 +99,8 @@ def bytes_of(seed: int, nbytes: int) -> bytes:
 
 def child(script: str, *arguments: str, env: Mapping[str, str] | None = None) -> tuple[int, str]:
     """Runs Python code in a process of its own that knows this kit; returns its exit status and output."""
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n{script}"
+    here = Path(__file__).parent
+    code = f"import sys; sys.path[:0] = [{str(here)!r}, {str(here.parents[1])!r}]\n{script}"
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=60, check=False
     )

@@ -259,3 +259,29 @@ def test_many_overwrites_leave_one_version_on_every_tier(tmp_path: Path) -> None
         assert version is not None
         assert version.version == 20
         assert content(session, files, "latest") == bytes_of(19, BLOCK + 19)
+
+
+def test_a_forked_child_publishes_by_itself_and_leaves_its_parents_work_alone(tmp_path: Path) -> None:
+    script = """
+import os, sys
+from pathlib import Path
+from files_kit import *
+from tiers_kit import failing
+from tierstore.errors import TemporaryError
+
+down = {"far": failing(TemporaryError("down"), "write")}
+with opened(store(Path(sys.argv[1])), wrap=down, drain=None) as (session, files):
+    write(session, files, "parents", bytes_of(1, 9000))
+    pid = os.fork()
+    if not pid:
+        assert files.pending() == ()
+        session.run(files.put("childs", b""), 20)
+        assert content(session, files, "parents") == bytes_of(1, 9000)
+        session.run(files.close(20), 20)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert [one.path for one in files.pending() if one.tier == "far"] == ["parents"]
+"""
+    status, output = child(script, str(tmp_path))
+    assert status == 0, output
+    assert stored(tmp_path / "far", ".json") == ["childs@.json"]

@@ -47,13 +47,15 @@ class Files:
     """
 
     def __init__(self, session: Session, *, ack: Ack | None = None, options: MoverOptions | None = None) -> None:
-        config = session.config
         self._session = session
         self._tiers = session.tiers
-        self._ack: Ack = ack if ack is not None else files_ack(config)
-        self._context = CopyContext.make(session.tiers, session.clock, files_in_flight=config.io.threads)
-        options = options or MoverOptions(patience_s=config.save.patience_s)
-        self._patience_s = options.patience_s
+        self._ack: Ack = ack if ack is not None else files_ack(session.config)
+        self._options = options or MoverOptions(patience_s=session.config.save.patience_s)
+        self._make()
+
+    def _make(self) -> None:
+        session, options = self._session, self._options
+        self._context = CopyContext.make(session.tiers, session.clock, files_in_flight=session.config.io.threads)
         self._looker = Looker(session.tiers)
         self._reader = Reader(session.tiers, self._looker)
         self._owner = temporary_name("file")
@@ -62,6 +64,11 @@ class Files:
         self._taking_over: asyncio.Task[None] | None = None
         self._looked = asyncio.Event()
         self._pid = os.getpid()
+
+    def _this_process(self) -> None:
+        """In a forked child: what its parent has under way is the parent's."""
+        if self._pid != os.getpid():
+            self._make()
 
     # Looking
 
@@ -119,6 +126,7 @@ class Files:
             TierFullError, AccessError, StorageError: No tier takes it; nothing was published.
             DeadlineError: It is published, but not as far as `ack` asks, and the tier keeps failing; it is carried on.
         """
+        self._this_process()
         entry = await asyncio.to_thread(spool.entry, self._owner, utc_text(self._session.clock.now()))
         self._begin()
         version, item = await self._publisher.publish(
@@ -130,6 +138,7 @@ class Files:
 
     async def put(self, path: str, data: bytes, *, exclusive: bool = False) -> FileVersion:
         """Publishes `data` as the newest version of `path`. Errors as `publish`."""
+        self._this_process()
         entry = await asyncio.to_thread(self._entry_of, data)
         self._begin()
         version, item = await self._publisher.publish(check_path(path), entry, lambda tier: BytesSource(data), exclusive=exclusive)
@@ -140,6 +149,8 @@ class Files:
         """Makes a folder that exists though nothing lies in it; fine if it was made already. Errors as `publish`."""
         if not path or (await self._looker.state(check_path(path), is_folder=True)).live is not None:
             return
+        self._this_process()
+        self._begin()
         entry = folder_entry(self._owner, self._session.clock.now())
         _, item = await self._publisher.publish(path, entry, lambda tier: BytesSource(b""), is_folder=True)
         await self._acknowledge(item)
@@ -151,6 +162,9 @@ class Files:
             NotFoundError: One of them does not exist; nothing was removed.
             StorageError: The authority does not answer; what was removed before stays removed.
         """
+
+        self._this_process()
+        self._begin()
 
         async def look(path: str) -> tuple[State, State]:
             return await self._looker.state(check_path(path)), await self._looker.state(path, is_folder=True)
@@ -173,6 +187,8 @@ class Files:
         Raises:
             NotFoundError: There is no file `source`.
         """
+        self._this_process()
+        self._begin()
         version = await self.look_up(check_path(source))
         if version is None or version.is_folder:
             what = "is a folder" if version is not None else "does not exist"
@@ -205,6 +221,7 @@ class Files:
             DeadlineError: Not within `timeout` seconds, or a tier keeps failing; the rest is carried on later.
             TierStoreError: Something can't be brought where it should be.
         """
+        self._this_process()
         end = None if timeout is None else asyncio.get_running_loop().time() + timeout
         self._begin()
         if self._taking_over is not None:
@@ -213,7 +230,7 @@ class Files:
 
     def pending(self) -> Sequence[PendingFile]:
         """What is not where it should be yet; to be called on the session's loop, or for a picture that may be a moment old."""
-        return self._mover.pending()
+        return self._mover.pending() if self._pid == os.getpid() else ()
 
     async def close(self, deadline: float | None = None) -> None:
         """Waits until everything that was published is on every tier, `deadline` seconds at most, then ends the background work.
@@ -221,9 +238,10 @@ class Files:
         Raises:
             DeadlineError, TierStoreError: As `sync`.
         """
+        if self._pid != os.getpid():
+            return
         try:
-            if self._pid == os.getpid():
-                await self._mover.drain(deadline)
+            await self._mover.drain(deadline)
         finally:
             if self._taking_over is not None:
                 await end_all({self._taking_over})
@@ -258,7 +276,7 @@ class Files:
         if self._ack == "nearest":
             return
         tier = self._tiers.authority if self._ack == "authority" else self._tiers.durable_at
-        await self._mover.wait_for(item, tier.name, self._patience_s)
+        await self._mover.wait_for(item, tier.name, self._options.patience_s)
 
     def _entry_of(self, data: bytes) -> FileEntry:
         block = self._session.config.io.block_nbytes
