@@ -71,7 +71,10 @@ def load_here(value: Any, map_location: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return _moved(value, map_location)
     if isinstance(value, dict):
-        return type(value)((key, load_here(part, map_location)) for key, part in value.items())
+        moved = type(value)((key, load_here(part, map_location)) for key, part in value.items())
+        if hasattr(value, "_metadata"):  # a module's state has its versions there
+            moved._metadata = value._metadata
+        return moved
     if type(value) in (list, tuple):
         return type(value)(load_here(part, map_location) for part in value)
     return value

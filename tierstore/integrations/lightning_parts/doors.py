@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -93,6 +94,13 @@ class CheckpointIODoor:
             DeadlineError: Tiers have not taken what is pending for ``save.patience``; the next process or `tierstore sync` goes on.
         """
         self.body.teardown()
+
+    def as_file(self, path: Any) -> io.BytesIO:
+        """The checkpoint at `path` as a file in memory, for ``Model.load_from_checkpoint(…)``, which reads files of Lightning's only."""
+        file = io.BytesIO()
+        torch.save(self.body.load(path), file)
+        file.seek(0)
+        return file
 
     def latest(self) -> str | None:
         """``"@latest"`` for ``fit(ckpt_path=…)``, or None where the run has no committed checkpoint yet."""
