@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from fs_kit import file_system, two_tiers
@@ -15,6 +16,7 @@ from fsspec.tests.abstract import (
     AbstractPipeTests,
     AbstractPutTests,
 )
+from fsspec.tests.abstract.common import GLOB_EDGE_CASES_TESTS
 
 from tierstore.fs.filesystem import TierFileSystem
 from tierstore.testing.servers import S3Server
@@ -47,23 +49,59 @@ class LocalTiers(TierFixtures):
         return local_tiers
 
 
-@pytest.mark.s3
 class S3Tier(TierFixtures):
     @pytest.fixture
     def fs(self, s3_tier: TierFileSystem) -> TierFileSystem:
         return s3_tier
 
 
+def globs(every: int, long_run: bool) -> Iterator[tuple[Any, ...]]:
+    """The suites' cases of globs: all of them in a long run, else each n-th."""
+    yield from GLOB_EDGE_CASES_TESTS["argvalues"][:: 1 if long_run else every]
+
+
 class TestCopyLocally(LocalTiers, AbstractCopyTests):
-    pass
+    every = 4
+
+    def test_copy_glob_edge_cases(  # the suite has them as parameters, each with a set-up of its own
+        self, long_run: bool, fs: Any, fs_join: Any, fs_glob_edge_cases_files: str, fs_target: str, fs_sanitize_path: Any
+    ) -> None:
+        for case in globs(self.every, long_run):
+            super().test_copy_glob_edge_cases(*case, fs, fs_join, fs_glob_edge_cases_files, fs_target, fs_sanitize_path)
 
 
 class TestGetLocally(LocalTiers, AbstractGetTests):
-    pass
+    every = 4
+
+    def test_get_glob_edge_cases(
+        self,
+        long_run: bool,
+        fs: Any,
+        fs_join: Any,
+        fs_glob_edge_cases_files: str,
+        local_fs: Any,
+        local_join: Any,
+        local_target: str,
+    ) -> None:
+        for case in globs(self.every, long_run):
+            super().test_get_glob_edge_cases(*case, fs, fs_join, fs_glob_edge_cases_files, local_fs, local_join, local_target)
 
 
 class TestPutLocally(LocalTiers, AbstractPutTests):
-    pass
+    every = 4
+
+    def test_put_glob_edge_cases(
+        self,
+        long_run: bool,
+        fs: Any,
+        fs_join: Any,
+        fs_target: str,
+        local_glob_edge_cases_files: str,
+        local_join: Any,
+        fs_sanitize_path: Any,
+    ) -> None:
+        for case in globs(self.every, long_run):
+            super().test_put_glob_edge_cases(*case, fs, fs_join, fs_target, local_glob_edge_cases_files, local_join, fs_sanitize_path)
 
 
 class TestOpenLocally(LocalTiers, AbstractOpenTests):
@@ -74,21 +112,26 @@ class TestPipeLocally(LocalTiers, AbstractPipeTests):
     pass
 
 
-class TestCopyWithS3(S3Tier, AbstractCopyTests):
-    pass
+@pytest.mark.s3
+class TestCopyWithS3(S3Tier, TestCopyLocally):
+    every = 16
 
 
-class TestGetWithS3(S3Tier, AbstractGetTests):
-    pass
+@pytest.mark.s3
+class TestGetWithS3(S3Tier, TestGetLocally):
+    every = 16
 
 
-class TestPutWithS3(S3Tier, AbstractPutTests):
-    pass
+@pytest.mark.s3
+class TestPutWithS3(S3Tier, TestPutLocally):
+    every = 16
 
 
+@pytest.mark.s3
 class TestOpenWithS3(S3Tier, AbstractOpenTests):
     pass
 
 
+@pytest.mark.s3
 class TestPipeWithS3(S3Tier, AbstractPipeTests):
     pass

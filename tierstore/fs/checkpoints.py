@@ -7,7 +7,7 @@ import re
 from collections import OrderedDict
 
 from tierstore.errors import IntegrityError, NotFoundError, StorageError, TierStoreError, UsageError
-from tierstore.format.digest import block_digests, digest_of, file_digest
+from tierstore.format.digest import digest_of
 from tierstore.format.manifest import Manifest, decode_manifest
 from tierstore.fs.nodes import CheckpointFile, Node, ReadOnlyError, folder_node
 from tierstore.names import MANIFEST, check_run, log_root
@@ -21,6 +21,7 @@ from tierstore.tiers.together import together
 __all__ = ["Checkpoints"]
 
 _STEP = re.compile(r"step-(\d{1,15})")
+_LOGS = log_root("")[1:]
 _KEEP = 8
 _MAX_DEPTH = 16
 
@@ -55,10 +56,13 @@ class Checkpoints:
         if found is not None:
             info, file = found
             return [] if file else await self._files(folder, info)
+        if folder and not _is_run(folder):
+            return []
         start = f"{folder}/" if folder else ""
-        names = {f"{start}step-{step}" for step in await self._steps(folder)} if folder else set()
-        names |= {f"{start}{name}" for name in await self._folders(folder) if await self._has_runs(f"{start}{name}")}
-        return [folder_node(name) for name in sorted(names)]
+        names = await self._names(folder)
+        shown = {f"{start}step-{step}" for step in await self._steps(folder)} if folder and _LOGS in names else set()
+        shown |= {f"{start}{name}" for name in names - {_LOGS} if await self._has_runs(f"{start}{name}")}
+        return [folder_node(path) for path in sorted(shown)]
 
     async def below(self, folder: str) -> list[Node]:
         """All that lies below `folder`, at any depth."""
@@ -125,15 +129,15 @@ class Checkpoints:
             if step is None:
                 continue
             run = "/".join(segments[:at])
+            if not _is_run(run) or _LOGS not in await self._names(run):
+                continue
             found = (await self._steps(run)).get(int(step[1]))
             if found is not None:
                 return found, "/".join(segments[at + 1 :])
         return None
 
     async def _steps(self, run: str) -> dict[int, CheckpointInfo]:
-        """The checkpoints of a run that are offered."""
-        if not _is_run(run) or not await self._has_log(run):
-            return {}
+        """The checkpoints of a run that are offered; it must have logs."""
         catalog = await scan(self._session.tiers, run, self._cache)
         return {info.step: info for info in catalog.checkpoints if not (info.hidden or info.superseded) and info.loadable}
 
@@ -171,26 +175,22 @@ class Checkpoints:
 
     # ---- which runs there are
 
-    async def _has_log(self, run: str) -> bool:
-        return any(await self._on_each(log_root(run)))
-
     async def _has_runs(self, folder: str, depth: int = 0) -> bool:
         """Whether `folder` is a run with checkpoints, or has one below it."""
-        if not folder:
-            return True
         if not _is_run(folder) or depth > _MAX_DEPTH:
             return False
-        if await self._steps(folder):
+        names = await self._names(folder)
+        if _LOGS in names and await self._steps(folder):
             return True
-        for name in await self._folders(folder):
+        for name in names - {_LOGS}:
             if await self._has_runs(f"{folder}/{name}", depth + 1):
                 return True
         return False
 
-    async def _folders(self, folder: str) -> set[str]:
-        """Names of folders directly in `folder`, on any tier that is asked, that may be runs or lead to some."""
+    async def _names(self, folder: str) -> set[str]:
+        """Names of folders directly in `folder` on any tier that is asked: that of its logs, if it is a run, and what may lead to runs."""
         found = {name.rpartition("/")[2] for names in await self._on_each(folder) for name in names}
-        return {name for name in found if _is_run(name)}
+        return {name for name in found if name == _LOGS or _is_run(name)}
 
     async def _on_each(self, folder: str) -> list[tuple[str, ...]]:
         """The folders in `folder` on the node's tiers and on the authority, of those that answer; where one does not, on all."""

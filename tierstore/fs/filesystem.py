@@ -20,10 +20,10 @@ from fsspec.callbacks import DEFAULT_CALLBACK
 from fsspec.spec import _Cached
 from fsspec.utils import isfilelike
 
-from tierstore.errors import ConflictError, NotFoundError, UsageError
+from tierstore.errors import ConflictError, UsageError
 from tierstore.fs.local import receive_file, send_file
 from tierstore.fs.nodes import Node, NotAFolderError, NotEmptyError, UnsupportedModeError
-from tierstore.fs.opened import Key, Opened, Place, close_files, open_files
+from tierstore.fs.opened import Key, Opened, Place, close_files, known_files, open_files
 from tierstore.fs.places import inner, options_of, outer, place_of, with_config
 from tierstore.fs.streams import TierReader, TierWriter
 from tierstore.fs.tree import Range, Tree
@@ -133,7 +133,7 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
 
     async def _there(self, work: Callable[[Tree], Coroutine[Any, Any, _T]], *, writing: bool = False) -> _T:
         """Runs `work` on the session's loop, from whichever loop this is awaited on."""
-        opened = await asyncio.to_thread(self._opened, writing=writing)
+        opened = known_files(self._key, writing=writing) or await asyncio.to_thread(self._opened, writing=writing)
         if asyncio.get_running_loop() is opened.session.loop.asyncio_loop:
             return await work(opened.tree)
         return await asyncio.wrap_future(opened.session.submit(work(opened.tree)))
@@ -295,9 +295,7 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
             return
         callback.set_size(await asyncio.to_thread(lambda: source.stat().st_size))
         if self._intrans:
-            await asyncio.to_thread(
-                self._write_later, name, mode, lambda file: send_file(source, file.write, callback.relative_update)
-            )
+            await asyncio.to_thread(self._write_later, name, mode, lambda file: send_file(source, file.write, callback.relative_update))
             return
 
         async def send(tree: Tree) -> None:
@@ -453,7 +451,9 @@ def _exclusive(mode: str) -> bool:
     return mode == "create"
 
 
-_WRITES = frozenset({"copy", "cp_file", "makedirs", "mkdir", "mv", "pipe", "pipe_file", "put", "put_file", "rm", "rm_file", "rmdir", "touch"})
+_WRITES = frozenset(
+    {"copy", "cp_file", "makedirs", "mkdir", "mv", "pipe", "pipe_file", "put", "put_file", "rm", "rm_file", "rmdir", "touch"}
+)
 
 
 def _synchronous(name: str) -> Callable[..., Any]:

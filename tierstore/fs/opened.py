@@ -25,7 +25,7 @@ from tierstore.tiers.exit_hook import ExitHook
 from tierstore.tiers.files.files import Ack, Files
 from tierstore.tiers.session import Session
 
-__all__ = ["Key", "Opened", "Place", "close_files", "open_files"]
+__all__ = ["Key", "Opened", "Place", "close_files", "known_files", "open_files"]
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +111,12 @@ class _Registry:
 _REGISTRY = _Registry()
 
 
+def known_files(key: Key, *, writing: bool = False) -> Opened | None:
+    """What `open_files` would give, where it is open already and nothing has to be waited for."""
+    known = _REGISTRY.open.get(key)
+    return known if known is not None and known.usable and not (writing and known.unwritable is not None) else None
+
+
 def open_files(place: Place, key: Key, *, writing: bool = False) -> Opened:
     """This process's files at `place`; opened if they are not yet.
 
@@ -122,9 +128,9 @@ def open_files(place: Place, key: Key, *, writing: bool = False) -> Opened:
     Raises:
         ConfigError, AccessError, TemporaryError, NotFoundError, StorageError: As `Session.open`.
     """
-    known = _REGISTRY.open.get(key)
-    if known is not None and known.usable and not (writing and known.unwritable is not None):
-        return known
+    found = known_files(key, writing=writing)
+    if found is not None:
+        return found
     with _REGISTRY.lock:
         known = _REGISTRY.open.get(key)
         if known is None or not known.usable:

@@ -174,5 +174,3 @@ def _handled() -> tuple[BaseException, ...]:
         found.append(error)
         error = error.__context__
     return tuple(found)
-
-
