@@ -32,7 +32,7 @@ SLOW = (
 """Where the slow tests are."""
 
 # Derandomised: what CI finds, a second run finds too. The long profile explores.
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=100, print_blob=True)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=60, print_blob=True)
 hypothesis.settings.register_profile(
     "long", deadline=None, max_examples=2000, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -83,6 +83,21 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("NO_PROXY", "127.0.0.1,localhost")
         patch.setenv("no_proxy", "127.0.0.1,localhost")
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cheap_fsync(pytestconfig: pytest.Config) -> Iterator[None]:
+    """In this process fsync only proves its descriptor: no test cuts the power, and the disk's milliseconds add up to minutes.
+
+    What is flushed and when is proved on the calls (tests/protocols/test_posix_crash_states.py and others that record or fail them);
+    the processes that tests start flush for real, and so does everything with ``--long``.
+    """
+    if _is_long(pytestconfig):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: os.fstat(fd if isinstance(fd, int) else fd.fileno()) and None)
         yield
 
 

@@ -315,3 +315,13 @@ def test_deleting_where_the_root_is_gone_ends(tmp_path: Path, gone: str) -> None
             await storage.close()
 
     asyncio.run(delete())
+
+
+def test_the_system_is_asked_to_flush_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' own fsync does nothing (conftest.py), so it is shown here that the code calls the system's."""
+    flushed = []
+    monkeypatch.setattr(os, "fsync", lambda fd: flushed.append(os.readlink(f"/proc/self/fd/{fd}")))
+    storage = PosixStorage(tmp_path / "tier")
+    asyncio.run(storage.write("run/file", PatternSource(b"x" * 10)))
+    assert str(tmp_path / "tier" / "run") in flushed
+    assert any(Path(path).is_relative_to(tmp_path / "tier" / ".tmp") for path in flushed), flushed

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from format_mutations import damaged
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.errors import FormatError, IntegrityError, UsageError, VersionError
@@ -215,7 +215,6 @@ def test_each_missing_or_mistyped_field_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(DOCUMENTS))
-@settings(max_examples=200, deadline=None)
 @given(pick=st.data())
 def test_a_damaged_document_is_answered_with_an_integrity_error_only(name: str, pick: st.DataObject) -> None:
     data, decode, _ = DOCUMENTS[name]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from format_mutations import damaged
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
@@ -107,7 +107,6 @@ def test_a_tensor_is_found_with_its_extents_and_as_a_table() -> None:
     assert index.find("tied").extents == index.find("weight").extents
 
 
-@settings(max_examples=100, deadline=None)
 @given(pick=st.data())
 def test_of_a_tensor_only_the_extents_that_meet_a_box_are_given(pick: st.DataObject) -> None:
     boxes = [((i, j), (2, 3)) for i in (0, 2, 4) for j in (0, 3)]
@@ -362,7 +361,6 @@ def a_tiling(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     return shape, draw(st.permutations(boxes))
 
 
-@settings(max_examples=200, deadline=None)
 @given(tiling=a_tiling(), pick=st.data())
 def test_coverage_agrees_with_counting_elements(tiling: tuple[tuple[int, ...], list[Box]], pick: st.DataObject) -> None:
     shape, boxes = tiling
@@ -550,7 +548,6 @@ def use(index: Index) -> None:
     encode_index(index)
 
 
-@settings(max_examples=250, deadline=None)
 @given(data=damaged(INDEX_FILE, head=2600) | damaged(INDEX_FILE))
 def test_a_damaged_index_is_answered_with_an_integrity_error_only(data: bytes) -> None:
     try:
@@ -559,7 +556,6 @@ def test_a_damaged_index_is_answered_with_an_integrity_error_only(data: bytes) -
         pass
 
 
-@settings(max_examples=250, deadline=None)
 @given(data=damaged(PART_FILE, head=2600) | damaged(PART_FILE))
 def test_a_damaged_part_record_is_answered_with_an_integrity_error_only(data: bytes) -> None:
     try:
@@ -570,7 +566,6 @@ def test_a_damaged_part_record_is_answered_with_an_integrity_error_only(data: by
         pass
 
 
-@settings(max_examples=250, deadline=None)
 @given(pick=st.data())
 def test_any_numbers_in_any_column_are_answered_with_an_integrity_error_only(pick: st.DataObject) -> None:
     fields = [f.name for f in dataclasses.fields(IndexColumns) if f.name not in ("dtypes", "file_names", "digests")]

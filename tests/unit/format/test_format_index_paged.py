@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from format_mutations import damaged
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.errors import FormatError, IntegrityError, NotFoundError, VersionError
@@ -109,7 +109,6 @@ def test_a_paged_index_answers_as_the_whole_one(group_nbytes: int) -> None:
     same(source.open(), index)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     names=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), unique=True, max_size=30),
     extents=st.integers(1, 5),
@@ -272,7 +271,6 @@ def use(source: Counted) -> None:
     index.files()
 
 
-@settings(max_examples=300, deadline=None)
 @given(data=damaged(DATA, head=head_nbytes(DATA)) | damaged(DATA))
 def test_a_damaged_paged_index_is_answered_with_an_integrity_error_only(data: bytes) -> None:
     try:
@@ -281,7 +279,6 @@ def test_a_damaged_paged_index_is_answered_with_an_integrity_error_only(data: by
         pass
 
 
-@settings(max_examples=300, deadline=None)
 @given(pick=st.data())
 def test_any_numbers_in_the_head_are_answered_with_an_integrity_error_only(pick: st.DataObject) -> None:
     columns = {"group_starts": 6 * 3, "group_name_starts": 4, "file_nbytes": 3, "block_starts": 4, "file_name_starts": 4}
@@ -301,7 +298,6 @@ def test_any_numbers_in_the_head_are_answered_with_an_integrity_error_only(pick:
         pass
 
 
-@settings(max_examples=200, deadline=None)
 @given(pick=st.data())
 def test_a_group_of_any_bytes_is_answered_with_an_integrity_error_only(pick: st.DataObject) -> None:
     head = Counted(DATA).head

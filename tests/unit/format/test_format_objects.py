@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from format_mutations import damaged
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.errors import FormatError, IntegrityError, NotFoundError, UnsupportedTypeError, UsageError, VersionError
@@ -433,7 +433,6 @@ def test_numbers_that_only_look_equal_are_kept_apart() -> None:
     assert {rank: split_objects(merged, rank) for rank in parts} == parts
 
 
-@settings(max_examples=150, deadline=None)
 @given(pick=st.data())
 def test_trees_that_differ_anywhere_come_back_as_they_were(pick: st.DataObject) -> None:
     leaves = st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from([0.0, -0.0, 1.0, "", "a", 'é"', "long" * 30])
@@ -563,7 +562,6 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(tree=TREES)
 def test_any_tree_comes_back_exactly(tree: Any) -> None:
     data = encode_objects(tree)
@@ -580,7 +578,6 @@ MERGED = merge_objects(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(data=damaged(SEED))
 def test_damaged_objects_are_answered_with_an_integrity_error_only(data: bytes) -> None:
     try:
@@ -589,7 +586,6 @@ def test_damaged_objects_are_answered_with_an_integrity_error_only(data: bytes) 
         pass
 
 
-@settings(max_examples=200, deadline=None)
 @given(data=damaged(MERGED))
 def test_damaged_objects_of_all_ranks_are_answered_with_an_integrity_error_only(data: bytes) -> None:
     try:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from format_mutations import damaged
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -273,7 +273,6 @@ def a_plan(draw: st.DrawFn) -> tuple[list[ChunkSpec], dict[str, str]]:
     return specs, aliases
 
 
-@settings(max_examples=150, deadline=None)
 @given(plan=a_plan())
 def test_what_a_header_says_is_what_was_planned(plan: tuple[list[ChunkSpec], dict[str, str]]) -> None:
     made = plan_shard(plan[0], aliases=plan[1])
@@ -291,7 +290,6 @@ SEED = plan_shard(
 SEED_FILE = SEED.header + bytes(SEED.nbytes - len(SEED.header))
 
 
-@settings(max_examples=300, deadline=None)
 @given(body=damaged(SEED_FILE, head=len(SEED.header.rstrip(b" "))))
 def test_a_damaged_header_is_answered_with_an_integrity_error_only(body: bytes) -> None:
     try:
@@ -300,7 +298,6 @@ def test_a_damaged_header_is_answered_with_an_integrity_error_only(body: bytes) 
         pass
 
 
-@settings(max_examples=200, deadline=None)
 @given(head=st.binary(max_size=200), claims=st.integers(0, 1 << 40))
 def test_any_bytes_are_answered(head: bytes, claims: int) -> None:
     for data in (head, struct.pack("<Q", len(head)) + head, struct.pack("<Q", claims) + b"{" + head):
