@@ -346,6 +346,8 @@ class Worker:
                 if not left and looked:
                     return left, True
                 hurried = self._hurry_at is not None and time.monotonic() >= self._hurry_at
+                if hurried and not left:
+                    return left, True  # no time for what others left
                 if hurried or (deadline_s is not None and waited >= deadline_s) or (left and self._ended()):
                     return left, looked
                 if deadline_s is None and left and all(min(p.failing_s, waited) >= self.options.patience_s for p in left):
