@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -16,6 +17,7 @@ from tierstore.cli.render import plain_table
 from tierstore.clock import Clock
 from tierstore.errors import NotFoundError, UsageError
 from tierstore.names import Reference, parse_reference
+from tierstore.tiers.files.checking import verify_files
 from tierstore.tiers.findings import Finding, grouped, next_steps
 from tierstore.tiers.leased import lease_ttl_s
 from tierstore.tiers.progress import NO_PROGRESS, Progress
@@ -64,6 +66,15 @@ def verify(
                     lease_ttl_s=lease_ttl_s(session.config, run),
                     note_damage=not cli.options.dry_run,
                 )
+            )
+        if steps is None:  # else checkpoints are meant, and not the files beside them
+            jobs = cli.options.jobs or session.config.io.threads
+            plain = session.run(verify_files(session.tiers, level=depth, only=cli.only or None, subset=subset, files_in_flight=jobs))
+            report = replace(
+                report,
+                findings=(*report.findings, *plain.findings),
+                files=report.files + plain.files,
+                nbytes_read=report.nbytes_read + plain.nbytes_read,
             )
     _tell(cli, report, subset)
     return report.exit_code

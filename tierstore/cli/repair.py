@@ -10,8 +10,10 @@ from rich.text import Text
 
 from tierstore.cli.check import chosen_steps, file_text, reading, subset_of
 from tierstore.cli.options import Cli
+from tierstore.errors import IntegrityError
 from tierstore.names import Attempt
 from tierstore.tiers.copying import CopyContext
+from tierstore.tiers.files.checking import mend_files, verify_files
 from tierstore.tiers.findings import next_steps
 from tierstore.tiers.leased import lease_ttl_s
 from tierstore.tiers.repair import Mended, RepairReport, Unmended
@@ -55,8 +57,29 @@ def repair(
                     lease_ttl_s=lease_ttl_s(session.config, run),
                 )
             )
+        plain = _repair_files(cli, session, depth, subset) if steps is None else 0
     _tell(cli, report)
-    return report.exit_code
+    return report.exit_code or plain
+
+
+def _repair_files(cli: Cli, session: Session, level: Level, subset: tuple[int, int]) -> int:
+    """The files of ``tier://`` that are no checkpoints; returns the exit code."""
+    tiers, jobs = session.tiers, cli.options.jobs or session.config.io.threads
+    found = session.run(verify_files(tiers, level=level, only=cli.only or None, subset=subset, files_in_flight=jobs))
+    damage = [f for f in found.findings if f.severity == "damage"]
+    errors: dict[tuple[str, str], str] = {}
+    if not cli.options.dry_run:
+        context = CopyContext.make(tiers, cli.clock, files_in_flight=jobs, max_bandwidth=cli.bwlimit)
+        done = session.run(mend_files(tiers, context, damage))
+        errors = {(one.path, one.tier): one.error.message for one in done if one.error is not None}
+    for finding in damage:
+        error = errors.get((finding.file, finding.tier), "")
+        state = "would be mended" if cli.options.dry_run else "not mended" if error else "mended"
+        value = {"tier": finding.tier, "file": finding.file, "state": state, "detail": error or finding.detail}
+        cli.terminal.emit({"type": "repair", "run": None, "step": None, "save_id": None, **value})
+        style = "bold red" if error else "green"
+        cli.terminal.show(Text.assemble((f"{state:<10}", style), f" {finding.file} on {finding.tier}: {error or finding.detail}"))
+    return IntegrityError.exit_code if errors else 0
 
 
 def _tell(cli: Cli, report: RepairReport) -> None:

@@ -179,6 +179,38 @@ _KINDS = (
         hint="run `tierstore repair`: the server's word is recorded anew",
         remedy="repair",
     ),
+    FindingKind(
+        code="V120",
+        name="plain-missing-bytes",
+        severity="damage",
+        meaning="A file of `tier://` is published on this tier, but its bytes are not there, or too few or too many of them.",
+        hint="run `tierstore repair`: they come from another tier; until then reads take the next tier",
+        remedy="repair",
+    ),
+    FindingKind(
+        code="V121",
+        name="plain-wrong-digest",
+        severity="damage",
+        meaning="Bytes of a file of `tier://` do not match the SHA-256 in its entry.",
+        hint="run `tierstore repair`: they come from another tier; then look at the disk or bucket that changed them",
+        remedy="repair",
+    ),
+    FindingKind(
+        code="V122",
+        name="plain-wrong-entry",
+        severity="damage",
+        meaning="The entry of a file of `tier://` can't be read, or is not the one of that file.",
+        hint="run `tierstore repair`: it comes from another tier",
+        remedy="repair",
+    ),
+    FindingKind(
+        code="V123",
+        name="plain-missing-copy",
+        severity="note",
+        meaning="The newest version of a file of `tier://` is not (yet) on a tier that should hold it.",
+        hint="run `tierstore sync`, or leave it to the process that wrote it",
+        remedy="sync",
+    ),
 )
 
 FINDING_KINDS: Mapping[str, FindingKind] = {kind.code: kind for kind in _KINDS}

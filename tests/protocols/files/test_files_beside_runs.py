@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from cli_kit import make_store, shell_on
-from files_kit import bytes_of, content, opened
-from tiers_kit import failing
+from files_kit import bytes_of, content, opened, the_file
+from tiers_kit import failing, flip
 
 from tierstore.config import load_config
 from tierstore.errors import TemporaryError, TierStoreError
@@ -79,3 +79,43 @@ def test_sync_carries_files_on_and_says_so(tmp_path: Path, monkeypatch: pytest.M
         assert content(session, files, "notes.txt") == b"x" * 5000
     (usage,) = [v for v in shell.of_type("tier", "df") if v["tier"] == "object"]
     assert 5000 < usage["plain_nbytes"] < usage["store_nbytes"]
+
+
+def test_verify_finds_what_is_damaged_of_files_and_repair_mends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_store(tmp_path)
+    config.write_text(config.read_text().replace("256KiB", "64MiB"))
+    with opened(config) as (session, files):
+        for name in ("bits", "short", "lost", "entry", "good"):
+            session.run(files.put(f"d/{name}", bytes_of(len(name), 2_500_000)))
+        session.run(files.put("d/empty", b""))
+        session.run(files.make_folder("made"))
+    shell = shell_on(config, monkeypatch)
+    shell("repair")  # the store's own broken attempt stays as it is
+    assert not [f for f in shell.of_type("finding", "verify", "--level", "full") if f["code"] >= "V120"]
+    flip(the_file(tmp_path / "nvme", "d/bits@/*.data"), 1_200_000)
+    short = the_file(tmp_path / "pfs", "d/short@/*.data")
+    short.write_bytes(short.read_bytes()[:-1])
+    the_file(tmp_path / "object", "d/lost@/*.data").unlink()
+    flip(the_file(tmp_path / "pfs", "d/entry@/*.json"))
+    for path in (tmp_path / "object" / ".files" / "d" / "good@").iterdir():
+        path.unlink()
+
+    def found(*level: str, code: int) -> list[tuple[str, str, str, list[int]]]:
+        findings = shell.of_type("finding", "verify", *level, code=code)
+        return sorted((f["code"], f["tier"], f["file"], f["blocks"]) for f in findings if f["code"] >= "V120")
+
+    quick = [("V120", "object", "d/lost", []), ("V120", "pfs", "d/short", []), ("V123", "object", "d/good", [])]
+    assert found(code=6) == quick
+    deep = sorted([*quick, ("V121", "nvme", "d/bits", [1]), ("V122", "pfs", "d/entry", [])])
+    assert found("--level", "full", code=6) == deep
+    assert "d/bits" in shell("verify", "--level", "full").output
+    assert shell("repair", "-n").output.count("would be mended") >= 4
+    assert found("--level", "full", code=6) == deep
+    assert shell("repair").exit_code == 0
+    assert found("--level", "full", code=0) == [("V123", "object", "d/good", [])]
+    shell("sync")
+    assert found("--level", "full", code=0) == []
+    for path in (tmp_path / tier / ".files" / "d" / "bits@" for tier in TIERS):
+        flip(next(path.glob("*.data")))
+    assert shell("repair").exit_code == 6
+    assert "no tier has a good copy of 'd/bits'" in shell("repair").output.replace("\n", " ")
