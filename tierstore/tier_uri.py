@@ -190,7 +190,7 @@ def locate_config(uri: TierUri | TierPlace, *, env: Mapping[str, str] | None = N
         if (folder / f"{uri.name}{ending}").is_file():
             return str(folder / f"{uri.name}{ending}")
     raise UsageError(
-        f"{SCHEME + uri.name if isinstance(uri, TierPlace) else str(uri)!r} means the configuration {uri.name}.yaml, which is not in {folder}",
+        f"{uri.name!r} means the configuration {uri.name}.yaml, which is not in {folder}",
         hint="write the file's path into the URI: tier:///path/to/config.yaml/RUN/step-N; or set TIERSTORE_CONFIG",
     )
 

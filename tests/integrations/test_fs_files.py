@@ -356,6 +356,19 @@ def test_a_move_gives_files_and_folders_their_new_names(fs: TierFileSystem, fold
         fs.mv(f"{folder}/missing", f"{folder}/x")
 
 
+def test_a_name_that_looks_like_a_pattern_is_meant_itself_where_it_is_there(fs: TierFileSystem, folder: str) -> None:
+    """As in the checkpoints of a test with a parameter: torch renames .metadata.tmp in it."""
+    fs.pipe({f"{folder}/a[1]/x.tmp": b"literal", f"{folder}/a1/x.tmp": b"other"})
+    fs.rename(f"{folder}/a[1]/x.tmp", f"{folder}/a[1]/x")
+    fs.cp(f"{folder}/a[1]/x", f"{folder}/copied")
+    assert fs.cat_file(f"{folder}/copied") == b"literal"
+    assert fs.cat(f"{folder}/a[1]/x") == b"literal"
+    fs.rm(f"{folder}/a[1]", recursive=True)
+    assert fs.find(folder) == [f"{folder}/a1/x.tmp", f"{folder}/copied"]
+    fs.rm(f"{folder}/a[1]", recursive=True)
+    assert fs.find(folder) == [f"{folder}/copied"]
+
+
 def test_odd_names_are_names(fs: TierFileSystem, folder: str) -> None:
     names = ["a b", "ü", "x@y", "100%", "k=v", "back\\slash", "q'uote", ".hidden", "tier:", "a?tier=b"]
     for name in names:
@@ -505,7 +518,7 @@ def test_instances_share_their_background_work_and_a_pickled_one_opens_for_itsel
     again = pickle.loads(pickle.dumps(fs))  # noqa: S301 - our own
     assert again.cat_file(f"{folder}/f") == b"1"
     assert again is fs
-    other = TierFileSystem(**{k: v for k, v in fs.storage_options.items()}, asynchronous=True)
+    other = TierFileSystem(**fs.storage_options, asynchronous=True)
     assert other is not fs
 
     async def read() -> tuple[bytes, list[str]]:
@@ -699,7 +712,7 @@ def test_nothing_is_written_or_removed_in_a_checkpoint(with_checkpoints: tuple[T
         lambda: fs.makedirs("/b/step-10/folder"),
     ]
     for number, call in enumerate(calls):
-        with pytest.raises(ReadOnlyError, match="b@10|b@5") as caught:
+        with pytest.raises(ReadOnlyError, match=r"b@(10|5)") as caught:
             call()
         assert isinstance(caught.value, PermissionError), number
         assert "tierstore prune" in caught.value.hint

@@ -1,4 +1,4 @@
-"""A store's committed checkpoints as read-only folders, ``RUN/step-N/<file>``: the manifest and the files that it names, proved when read."""
+"""A store's committed checkpoints as read-only folders, ``RUN/step-N/<file>``: the manifest and the files that it names, each proved."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Checkpoints:
             return next((node for node in await self._files(path[: -len(file) - 1], info) if node.path == path), None)
         return folder_node(path) if await self._has_runs(path) else None
 
-    async def list(self, folder: str) -> list[Node]:
+    async def listed(self, folder: str) -> list[Node]:
         """What lies directly in `folder`: checkpoints of the run of that name, folders with runs below, or a checkpoint's files."""
         found = await self._checkpoint_of(folder)
         if found is not None:
@@ -67,7 +67,7 @@ class Checkpoints:
     async def below(self, folder: str) -> list[Node]:
         """All that lies below `folder`, at any depth."""
         found: list[Node] = []
-        for node in await self.list(folder):
+        for node in await self.listed(folder):
             found.append(node)
             if node.is_folder:
                 found.extend(await self.below(node.path))

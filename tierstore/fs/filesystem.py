@@ -12,6 +12,7 @@ import inspect
 import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from datetime import datetime
+from glob import has_magic
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -133,7 +134,9 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
 
     async def _there(self, work: Callable[[Tree], Coroutine[Any, Any, _T]], *, writing: bool = False) -> _T:
         """Runs `work` on the session's loop, from whichever loop this is awaited on."""
-        opened = known_files(self._key, writing=writing) or await asyncio.to_thread(self._opened, writing=writing)
+        opened = known_files(self._key, writing=writing)
+        if opened is None:
+            opened = await asyncio.to_thread(self._opened, writing=writing)
         if asyncio.get_running_loop() is opened.session.loop.asyncio_loop:
             return await work(opened.tree)
         return await asyncio.wrap_future(opened.session.submit(work(opened.tree)))
@@ -164,7 +167,7 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
 
     async def _ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
         name = self._names(path)
-        found = await self._there(lambda tree: tree.list(name))
+        found = await self._there(lambda tree: tree.listed(name))
         return [node.info() if detail else f"/{node.path}" for node in found]
 
     async def _find(
@@ -188,6 +191,19 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
 
         found = {f"/{node.path}": node.info() for node in await self._there(look)}
         return found if detail else sorted(found)
+
+    async def _expand_path(
+        self, path: Any, recursive: bool = False, maxdepth: int | None = None, assume_literal: bool = False
+    ) -> list[str]:
+        """As fsspec's, but a name with ``[``, ``?`` or ``*`` in it that is there is meant itself."""
+        given = [inner(each) for each in (path if isinstance(path, list) else [path])]
+        names = [each for each in given if not has_magic(each) or assume_literal or await self._exists(each)]
+        patterns = [each for each in given if each not in names]
+        found: set[str] = set()
+        for each, literal in ((names, True), (patterns, False)):
+            if each:
+                found.update(await super()._expand_path(each, recursive=recursive, maxdepth=maxdepth, assume_literal=literal))
+        return sorted(found)
 
     async def _created(self, path: str) -> datetime:
         name = self._names(path)
@@ -320,8 +336,12 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
         source, target = self._names(path1), self._names(path2)
         await self._there(lambda tree: tree.copy(source, target), writing=True)
 
-    async def _mv(self, path1: str, path2: str, recursive: bool = False, maxdepth: int | None = None, **options: Any) -> None:
+    async def _mv(self, path1: Any, path2: Any, recursive: bool = False, maxdepth: int | None = None, **options: Any) -> None:
         """The new name is there before the old one goes; between the two both are."""
+        if isinstance(path1, list):
+            for old, new in zip(path1, path2, strict=True):
+                await self._mv(old, new)
+            return
         source, target = self._names(path1), self._names(path2)
         if source == target:
             return
@@ -343,7 +363,7 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
                     await tree.copy(each.path, f"{into}{each.path[len(source) :]}")
             await tree.remove(moved[::-1])
 
-        if any(mark in source for mark in "*?[") or isinstance(path1, list):
+        if has_magic(source) and not await self._exists(path1):
             await self._copy(path1, path2, recursive=recursive, maxdepth=maxdepth, on_error="raise")
             await self._rm(path1, recursive=recursive, maxdepth=maxdepth)
             return
@@ -408,7 +428,7 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
         self,
         path: str,
         mode: str = "rb",
-        block_size: int | None = None,
+        block_size: Any = None,
         autocommit: bool = True,
         cache_options: dict[str, Any] | None = None,
         **options: Any,
@@ -416,7 +436,7 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
         name = self._names(path)
         if mode == "rb":
             node = self._wait(lambda: self._there(lambda tree: tree.file(name)))
-            size = self.blocksize if block_size in (None, "default") else block_size
+            size = block_size if isinstance(block_size, int) else self.blocksize  # some say "default"
             return TierReader(self, f"/{name}", node, block_size=size, cache_options=cache_options, **options)
         if mode not in ("wb", "xb"):
             raise UnsupportedModeError(
@@ -467,7 +487,6 @@ def _synchronous(name: str) -> Callable[..., Any]:
     return wait
 
 
-for _name in dir(TierFileSystem):
-    if inspect.iscoroutinefunction(getattr(TierFileSystem, _name)) and hasattr(AsyncFileSystem, _name[1:]):
-        if _name[1:] not in vars(TierFileSystem):
-            setattr(TierFileSystem, _name[1:], _synchronous(_name[1:]))
+for _name in [name[1:] for name in dir(TierFileSystem) if inspect.iscoroutinefunction(getattr(TierFileSystem, name))]:
+    if hasattr(AsyncFileSystem, _name) and _name not in vars(TierFileSystem):
+        setattr(TierFileSystem, _name, _synchronous(_name))

@@ -1,11 +1,11 @@
 """The stores that a process's file systems have opened: one for each configuration and ack level, shared by all instances.
 
-fsspec makes an instance for each set of options, and for asynchronous ones for each thread; libraries make more. What one of them wrote must
-be carried on in the order in which it was written, whichever instance wrote it, and when the process ends it must be drained: so the
+fsspec makes an instance for each set of options, and of asynchronous ones one for each thread; libraries make more. What is written must be
+carried on in the order in which it was written, whichever instance wrote it, and when the process ends it must be drained: so the
 background work belongs to the process, not to an instance.
 
-`_REGISTRY` is the package's one piece of state in a module, for the reason that `tierstore.dcp.stores` has one: a URI in somebody else's code
-gives us no object that lives from one call to the next.
+`_REGISTRY` is the package's one piece of state in a module, for the reason that `tierstore.dcp.stores` has one: a URI in somebody else's
+code gives us no object that lives from one call to the next.
 """
 
 from __future__ import annotations

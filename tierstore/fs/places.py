@@ -93,12 +93,12 @@ def inner(path: Any) -> str:
 
 
 def outer(path: str, options: Mapping[str, Any]) -> str:
-    """The URI of `path` for a file system with these options, so that it leads there again; configurations given as values can't be told."""
+    """The URI of `path` for a file system with these options, that leads there again; a configuration given as a value can't be told."""
     config = options.get("config")
     tiers = [each for each in options.get("tiers") or () if isinstance(each, (str, os.PathLike))]
     place = TierPlace(
         config=os.fspath(config) if isinstance(config, (str, os.PathLike)) else "",
-        tiers=tuple(map(os.fspath, tiers)) if len(tiers) == len(options.get("tiers") or ()) else (),
+        tiers=tuple(str(os.fspath(tier)) for tier in tiers) if len(tiers) == len(options.get("tiers") or ()) else (),
         ack=options.get("ack") or "",
     )
     return place.uri(path)

@@ -78,13 +78,13 @@ class Tree:
             raise NotFoundError(f"/{path} is a folder", hint="name a file in it", folder=path)
         return node
 
-    async def list(self, folder: str) -> list[Node]:
+    async def listed(self, folder: str) -> list[Node]:
         """What lies directly in `folder`; of a file, the file.
 
         Raises:
             NotFoundError: There is no such folder.
         """
-        found = _merged(await self.files.list(folder, recursive=False), await self.checkpoints.list(folder))
+        found = _merged(await self.files.list(folder, recursive=False), await self.checkpoints.listed(folder))
         if found:
             return found
         node = await self.look_up(folder)
