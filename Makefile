@@ -2,6 +2,7 @@
 # make test    everything that the tests need, servers included, then all tests
 # make check   linter, formatter, types
 # make bench   the benchmarks, against the peers
+# make reference    docs/reference/api.md, from the docstrings
 #
 # Needs Python 3.10 or newer and make. Set PYTHON to choose the interpreter, VENV for the environment's place.
 
@@ -21,11 +22,11 @@ python := $(bin)/python
 pip := $(python) -m pip install -qq --disable-pip-version-check -c $(VENV)/constraints.txt
 project := pyproject.toml $(CONSTRAINTS) tools/make_venv.py
 
-.PHONY: demo test check bench clean help
+.PHONY: demo test check bench reference clean help
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '1,6s/^# \{0,1\}//p' Makefile
+	@sed -n '1,7s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/.demo
 	$(bin)/tierstore demo $(ARGS)
@@ -40,6 +41,9 @@ check: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(python) $$script $(ARGS); done
+
+reference:
+	$(PYTHON) tools/api_reference.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis tierstore-demo
