@@ -36,7 +36,12 @@ SERVER.set_forkserver_preload(
 
 
 def run_forked(
-    code: str, *arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout_s: float = 120.0
+    code: str,
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout_s: float = 120.0,
+    merged: bool = False,
 ) -> CompletedProcess[str]:
     """``python -c CODE ARGUMENTS``, but in a fork of the server; no handlers of `atexit` run at its end.
 
@@ -46,6 +51,7 @@ def run_forked(
         env: Environment variables to set, also TIERSTORE_CRASH_AT; the others are those of the test now.
         cwd: Its working directory; None: that of the test now.
         timeout_s: Seconds after which it is killed and the test fails.
+        merged: Standard error goes where standard output goes.
 
     Returns:
         Exit status (negative: the signal that ended it) and output, as of `subprocess.run`.
@@ -54,7 +60,7 @@ def run_forked(
         AssertionError: It had not ended in time; with what it had printed.
     """
     with tempfile.TemporaryDirectory() as room:
-        out, err = Path(room, "out"), Path(room, "err")
+        out, err = Path(room, "out"), Path(room, "out" if merged else "err")
         process = SERVER.Process(
             target=_run, args=(code, arguments, {**os.environ, **(env or {})}, str(cwd or Path.cwd()), str(out), str(err))
         )
@@ -64,15 +70,15 @@ def run_forked(
         if late:
             process.kill()
             process.join()
-        told = [path.read_text() if path.exists() else "" for path in (out, err)]
+        told = [path.read_text() if path.exists() else "" for path in (out, Path(room, "err"))]
         assert not late, f"a child had not ended after {timeout_s:.0f} s:\n{told[0]}\n{told[1]}"
         assert process.exitcode is not None
         return CompletedProcess(args=["python", "-c", code, *arguments], returncode=process.exitcode, stdout=told[0], stderr=told[1])
 
 
-def run_tierstore(*arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> CompletedProcess[str]:
+def run_tierstore(*arguments: str, env: Mapping[str, str] | None = None, merged: bool = False) -> CompletedProcess[str]:
     """``tierstore ARGUMENTS`` as a process of its own, by a fork of the server."""
-    return run_forked("from tierstore.__main__ import main; main()", *arguments, env=env, cwd=cwd)
+    return run_forked("from tierstore.__main__ import main; main()", *arguments, env=env, merged=merged)
 
 
 def _run(code: str, arguments: tuple[str, ...], env: dict[str, str], cwd: str, out: str, err: str) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adopt_kit import assert_bits, every_dtype, hugging_face, quietly, save_dcp
+from fork_kit import run_tierstore
 from ranks_kit import run_ranks
 from safetensors.torch import load_file, save_file
 from store_kit import open_over, unsynced
@@ -351,8 +350,7 @@ def test_a_foreign_checkpoint_is_converted_without_a_store(tmp_path: Path) -> No
 def test_a_process_that_dies_while_it_adopts_leaves_no_half_of_a_checkpoint(tmp_path: Path, point: str) -> None:
     folder = hugging_face(tmp_path / "hf", PARTS)
     words = ["adopt", str(folder), "--step", "5", "--run", "r", "--tier", str(tmp_path / "node"), "--tier", str(tmp_path / "shared")]
-    environment = {**os.environ, "TIERSTORE_CRASH_AT": point}
-    died = subprocess.run([sys.executable, "-m", "tierstore", *words], env=environment, capture_output=True, text=True, check=False)
+    died = run_tierstore(*words, env={"TIERSTORE_CRASH_AT": point})
     assert died.returncode == CRASH_EXIT, died.stderr
     with opened(tmp_path, "node", "shared") as store:
         assert store.latest() is None

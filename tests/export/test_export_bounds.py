@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from export_kit import assert_tensors, saved, stored
+from fork_kit import run_forked
 from safetensors.torch import load as load_bytes
 
 from tierstore.errors import UsageError
@@ -48,8 +47,8 @@ def test_one_tensor_larger_than_the_budget_is_never_in_memory(tmp_path: Path, fo
     large = torch.rand(64, 1024, 1024)
     with stored(tmp_path, {"large": large, "small": torch.rand(3)}):
         pass
-    command = [sys.executable, "-c", CHILD, str(tmp_path / "tier"), str(tmp_path / "out"), format]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    done = run_forked(CHILD, str(tmp_path / "tier"), str(tmp_path / "out"), format)
+    assert done.returncode == 0, done.stderr
     grown = int(done.stdout) << 10
     assert large.nbytes == 256 * MIB
     assert grown < 112 * MIB, f"{grown / MIB:.0f} MiB"  # the budget, what the reader of the store has for itself, and the allocator's slack

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import pickle
-import subprocess
-import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import datetime, timedelta, timezone
@@ -15,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from fork_kit import run_forked
 
 from tierstore.errors import (
     AccessError,
@@ -278,20 +276,14 @@ def test_a_process_killed_around_completion_leaves_all_or_nothing(
     s3_bucket: str, s3_options: dict[str, Any], tmp_path: Path, point: str, nbytes: int
 ) -> None:
     program = (
-        "import asyncio, pickle, sys\n"
+        "import asyncio, pickle, sys\nfrom pathlib import Path\n"
         "from tierstore.testing.sources import PatternSource, pattern\n"
-        "storage, nbytes = pickle.load(sys.stdin.buffer)\n"
+        "storage, nbytes = pickle.loads(Path(sys.argv[1]).read_bytes())\n"
         "asyncio.run(storage.write('file', PatternSource(pattern(nbytes))))\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        input=pickle.dumps((S3Storage(s3_bucket, s3_options), nbytes)),
-        env={**os.environ, "TIERSTORE_CRASH_AT": point},
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
-    assert ended.returncode == 86, ended.stderr.decode()
+    (tmp_path / "plan").write_bytes(pickle.dumps((S3Storage(s3_bucket, s3_options), nbytes)))
+    ended = run_forked(program, str(tmp_path / "plan"), env={"TIERSTORE_CRASH_AT": point})
+    assert ended.returncode == 86, ended.stderr
 
     async def body(storage: S3Storage) -> list[bytes]:
         found = [await storage.read(info.path) for info in await storage.list()]

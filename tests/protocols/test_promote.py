@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fork_kit import run_forked
 
 from tierstore.clock import SystemClock
 from tierstore.crashpoints import CRASH_EXIT
@@ -373,10 +374,7 @@ POINTS = [
 @pytest.mark.parametrize("point", POINTS)
 def test_another_process_takes_over_from_every_instant(tmp_path: Path, point: str) -> None:
     """Case 52: a copy that was finished but not recorded, or any other half-done state, is continued by whoever comes next."""
-    environment = {**os.environ, "TIERSTORE_CRASH_AT": point}
-    ran = subprocess.run(
-        [sys.executable, "-c", _SAVE, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
+    ran = run_forked(_SAVE, str(tmp_path), env={"TIERSTORE_CRASH_AT": point})
     assert ran.returncode == CRASH_EXIT, ran.stderr
     tiers = folder_tiers(tmp_path, LAYOUT)
     before = asyncio.run(scan(tiers, "r"))

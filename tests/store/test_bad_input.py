@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from fork_kit import run_tierstore
 
 import tierstore
 from tierstore.errors import (
@@ -57,8 +57,7 @@ def object_tier(uri: str, options: dict[str, Any]) -> dict[str, Any]:
 def command(config: dict[str, Any], folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     path = folder / "tierstore.yaml"
     path.write_text(yaml.safe_dump(config))
-    full = [sys.executable, "-m", "tierstore", "-c", str(path), *arguments]
-    return subprocess.run(full, capture_output=True, text=True, timeout=100)
+    return run_tierstore("-c", str(path), *arguments)
 
 
 def told(error: BaseException) -> str:

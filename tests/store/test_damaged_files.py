@@ -9,8 +9,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from fork_kit import run_forked
 
 import tierstore
 from tierstore.crashpoints import CRASH_EXIT
@@ -28,7 +27,6 @@ from tierstore.testing.equality import assert_same_state
 
 STEP = 2
 BOTH = ("node", "shared")
-CHILD = Path(__file__).with_name("trainer_child.py")
 
 PLACES = {
     "shard": f"r/step-{STEP:010d}-*/shard-00000-of-00001.safetensors",
@@ -106,8 +104,7 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("staged")
     config = {"version": 1, "run": "r", "tiers": [{"name": n, "uri": str(folder / n), "scope": n} for n in BOTH]}
     plan = json.dumps({"config": config, "steps": [STEP], "nbytes": 2_000_000})
-    environment = {**os.environ, "TIERSTORE_CRASH_AT": "persist.after-receipt"}
-    done = subprocess.run([sys.executable, str(CHILD), plan], capture_output=True, text=True, timeout=100, env=environment)
+    done = run_forked("import trainer_child; trainer_child.main()", plan, env={"TIERSTORE_CRASH_AT": "persist.after-receipt"})
     assert done.returncode == CRASH_EXIT, done.stderr
     return folder
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from fork_kit import run_tierstore
 from trainer_child import state_of
 
 import tierstore
@@ -279,8 +280,7 @@ def test_an_endpoint_that_is_down_for_the_whole_run_is_named_at_close_and_the_ne
         tmp_path, object_tier(uri, seaweed.options()), patience="60s"
     )  # a server that has just started may refuse for a while
     written.write_text(json.dumps(patient))  # JSON is YAML
-    command = [sys.executable, "-m", "tierstore", "-c", str(written), "sync", "--no-progress"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = run_tierstore("-c", str(written), "sync", "--no-progress")
     assert done.returncode == 0, done.stdout + done.stderr
     for folder in ("node", "shared"):
         shutil.rmtree(tmp_path / folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fork_kit import run_forked
 
 import tierstore
 from tierstore.errors import (
@@ -259,29 +259,19 @@ def test_a_store_travels_by_pickle(tmp_path: Path) -> None:
             assert_same_state(other.load(1), small_state())
 
 
-def run_script(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
-    script = f"import os, sys, torch, tierstore\ntiers = {tiers_of(tmp_path)!r}\n{textwrap.dedent(body)}"
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, env={**os.environ})
-
-
-def test_a_script_that_ends_right_after_save_loses_nothing(tmp_path: Path) -> None:
-    done = run_script(tmp_path, "tierstore.open(tiers, run='r').save(1, {'w': torch.ones(1 << 22)})")
-    assert done.returncode == 0, done.stderr
-    with tierstore.open(tiers_of(tmp_path), run="r") as store:
-        assert torch.equal(store.load(1)["w"], torch.ones(1 << 22))
-
-
 def test_a_script_that_dies_of_an_exception_right_after_save_loses_nothing(tmp_path: Path) -> None:
-    done = run_script(tmp_path, "s = tierstore.open(tiers, run='r'); s.save(1, {'w': torch.ones(1 << 22)}); raise SystemExit(3)")
+    """One that just ends: tests/protocols/test_exit.py."""
+    code = "import sys, torch, tierstore; s = tierstore.open(sys.argv[1:], run='r'); s.save(1, {'w': torch.ones(1 << 22)}); sys.exit(3)"
+    done = subprocess.run([sys.executable, "-c", code, *tiers_of(tmp_path)], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 3, done.stderr
     with tierstore.open(tiers_of(tmp_path), run="r") as store:
         assert torch.equal(store.load(1)["w"], torch.ones(1 << 22))
 
 
 def test_a_forked_child_is_told_to_open_its_own_store(tmp_path: Path) -> None:
-    done = run_script(
-        tmp_path,
-        """
+    code = textwrap.dedent("""
+        import os, sys, torch, tierstore
+        tiers = sys.argv[1:]
         store = tierstore.open(tiers, run='r')
         store.save(1, {'w': torch.ones(8)}).wait('durable', timeout=60)
         pid = os.fork()
@@ -296,8 +286,8 @@ def test_a_forked_child_is_told_to_open_its_own_store(tmp_path: Path) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         store.save(3, {'w': torch.ones(8)}).wait('durable', timeout=60)
         store.close()
-        """,
-    )
+    """)
+    done = run_forked(code, *tiers_of(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "child: closed" in done.stdout
     assert "child loads 8.0" in done.stdout

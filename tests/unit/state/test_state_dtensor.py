@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from dtensor_child import body
+from ranks_kit import run_ranks
 
 from tierstore.state.sharded import is_dtensor, shard_range
 
@@ -17,26 +18,8 @@ HERE = Path(__file__).parent
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_dtensors_round_trip_between_layouts(world: int, tmp_path: Path) -> None:
-    path = os.pathsep.join([str(HERE), str(HERE.parents[2])])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    children = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "dtensor_child.py"), str(rank), str(world), str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [child.communicate(timeout=100)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-    assert [child.returncode for child in children] == [0] * world, "\n".join(outputs)
-    assert all((tmp_path / f"ok-{rank}").exists() for rank in range(world))
+    written = run_ranks(world, body, tmp_path)
+    assert written == [written[0]] * world
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 8, 9])
