@@ -135,7 +135,7 @@ class Agreement:
         return distributed_c10d.PrefixStore(f"{self._asked}/place/{name}", self._store)
 
     def aside(self, name: str) -> Any:
-        """As `place`, over a connection of its own: for a thread that talks while this one waits. Store values there with set, check, get."""
+        """As `place`, over a connection of its own: for a thread that talks while this one waits."""
         base = self.place(name)
         with contextlib.suppress(AttributeError, RuntimeError):
             base = base.clone()
