@@ -45,15 +45,6 @@ class Boom(Exception):
     """What interrupts a writer."""
 
 
-def waited(condition: Callable[[], bool], within_s: float = 30.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        threading.Event().wait(0.01)
-    return True
-
-
 # ---- what is published
 
 
