@@ -43,7 +43,7 @@ def test_a_tag_is_one_checkpoint_of_real_tensors_and_only_latest_is_local(told: 
     report = told["stages"][0][stage]
     assert report["local"] == ["latest"]
     assert report["steps"] == [[3, []]]
-    own = "zero_pp_rank_1_mp_rank_00_optim_states.optimizer_state_dict"
+    own = "zero_pp_rank_0_mp_rank_00_optim_states.optimizer_state_dict"
     expected = {
         "0": ("mp_rank_00_model_states.module.0.weight", [16, 8]),
         "1": ("mp_rank_00_model_states.module.0.weight", [16, 8]),

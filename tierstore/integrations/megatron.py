@@ -105,7 +105,7 @@ def save(
     with contextlib.ExitStack() as cleaning:
         folder = os.path.join(cleaning.enter_context(tempfile.TemporaryDirectory(prefix="tierstore-megatron-")), f"iter_{step:07d}")
         os.mkdir(folder)
-        with _default(StrategyAction.SAVE_COMMON, TierSaveCommonStrategy(ours)):
+        with _default(StrategyAction.SAVE_COMMON, TierSaveCommonStrategy(ours)), _heard(ours, step):
             request = dist_checkpointing.save(sharded_state_dict, folder, sharded_strategy=strategy, **options)
         if request is not None:  # Megatron writes into the folder when the request is finalised
             request.add_finalize_fn(cleaning.pop_all().close)
@@ -217,6 +217,19 @@ def _inmost(strategy: Any) -> Any:
     while hasattr(strategy, "base_strategy"):
         strategy = strategy.base_strategy
     return strategy
+
+
+@contextlib.contextmanager
+def _heard(ours: TierSaveShardedStrategy, step: int) -> Iterator[None]:
+    """What Megatron refuses on rank 0 alone, before it comes to the strategy, the other ranks hear: they wait there."""
+    before = ours.begun
+    try:
+        yield
+    except BaseException as error:
+        store = ours.home.store
+        if ours.begun == before and store.agreement is not None:
+            store.agreement.tell(f"the save of step {step} of run {store.run!r}", error)
+        raise
 
 
 @contextlib.contextmanager

@@ -44,6 +44,7 @@ class TierSaveShardedStrategy(AsyncSaveShardedStrategy):
         tags: Labels; likewise.
         final: Marks the run's last checkpoint; likewise.
         ticket: The newest save's; None before the first.
+        begun: How many saves have come as far as to this strategy.
     """
 
     def __init__(self, source: Any, *, run: str | None = None) -> None:
@@ -53,6 +54,7 @@ class TierSaveShardedStrategy(AsyncSaveShardedStrategy):
         self.tags: tuple[str, ...] = ()
         self.final = False
         self.ticket: Ticket | None = None
+        self.begun = 0
         self._common: tuple[str, Any] | None = None
 
     @property
@@ -95,6 +97,7 @@ class TierSaveShardedStrategy(AsyncSaveShardedStrategy):
     # ---- inside
 
     def _begin(self, sharded_state_dict: Any, checkpoint_dir: Any) -> tuple[Ticket, str]:
+        self.begun += 1
         writer = self.home.writer
         store = writer.store
         common, self._common = self._common, None
