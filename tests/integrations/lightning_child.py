@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch.utils.data import DataLoader, TensorDataset
 
 from tierstore.integrations.lightning import TierCheckpointIO, TierModelParallelStrategy
@@ -95,6 +96,18 @@ def fit_to_the_end(root: str, pipe: Any, steps: int, every: int) -> None:
     torch.manual_seed(3)
     trainer.fit(Tiny(), data(), ckpt_path="last")
     pipe.send(plain(whole_state(trainer)))
+
+
+def fit_and_leave(root: str) -> None:
+    """A script whose plugin is not told of the end: `AsyncCheckpointIO` does not pass it on."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    folder = Path(root)
+    io = AsyncCheckpointIO(TierCheckpointIO([str(folder / "near"), str(folder / "far")], run="r"))
+    trainer = trainer_of(
+        folder, plugins=[io], callbacks=[ModelCheckpoint(folder / "ckpt", filename="x")], max_epochs=1, limit_val_batches=0
+    )
+    trainer.fit(Tiny(), data())
 
 
 def be_rank(rank: int, port: int, root: str, plan: dict[str, Any], pipe: Any) -> None:

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 
 import tierstore
-from tierstore.errors import NotFoundError, SaveError, UnsupportedTypeError, UsageError
+from tierstore.errors import DeadlineError, NotFoundError, SaveError, UnsupportedTypeError, UsageError
 from tierstore.integrations.lightning import TierCheckpointIO, TierModelCheckpoint, TierModelParallelStrategy, lightning_codecs
 from tierstore.integrations.lightning_parts.pointers import Pointer, read_pointer, write_pointer
 from tierstore.integrations.lightning_parts.publishing import Publisher
@@ -112,11 +112,11 @@ def fit(io: Any, callbacks: list[Any], root: Path, *, model: Any = None, ckpt_pa
 # ---- a fit, killed and resumed
 
 
-def test_a_fit_that_is_killed_resumes_from_last_and_ends_bit_equal_with_one_that_was_not(tmp_path: Path) -> None:
+def test_a_fit_that_is_killed_resumes_from_last_and_ends_bit_equal_with_one_that_was_not(tmp_path: Path, long_run: bool) -> None:
     whole = fit_killed_at(tmp_path / "whole", None, steps=20, every=4)
     root = tmp_path / "killed"
-    fit_killed_at(root, 7, steps=20, every=4)  # in the middle of an epoch, and between two saves
-    fit_killed_at(root, 16, steps=20, every=4)  # while a save is under way
+    for step in (1, 4, 5, 6, 7, 9, 12, 13, 14, 15, 16, 17, 18, 19) if long_run else (7, 16):  # between saves; while one is under way
+        fit_killed_at(root, step, steps=20, every=4)
     assert_same_state(fit_killed_at(root, None, steps=20, every=4), whole)
     assert pointers(root / "ckpt")["last.ckpt"] == 20
 
@@ -220,12 +220,15 @@ def test_top_k_prunes_pointers_as_lightning_prunes_files_and_retention_keeps_wha
     tmp_path: Path, tiers: list[str], folder: Path
 ) -> None:
     def callbacks(where: Path) -> list[Any]:
-        return [ModelCheckpoint(where, monitor="val/loss", mode="max", save_top_k=2, save_last=True)]
+        return [ModelCheckpoint(where, monitor="val/loss", save_top_k=2, save_last=True)]
 
     fit(TorchCheckpointIO(), callbacks(tmp_path / "stock"), tmp_path, max_epochs=5)
     fit(TierCheckpointIO(tiers, run="r"), callbacks(folder), tmp_path, max_epochs=5)
     assert sorted(os.listdir(folder)) == sorted(os.listdir(tmp_path / "stock"))
-    with tierstore.open(tiers, run="r", retention={"keep": [{"tags": ["lightning"]}]}, rank=0, world_size=1) as store:
+    with tierstore.open(
+        tiers, run="r", retention={"keep": [{"tags": ["lightning"]}], "protect": {"min_age": "1ms"}}, rank=0, world_size=1
+    ) as store:
+        assert [c.attempt.step for c in store.checkpoints()][:3] == [6, 12, 18]
         assert {c.attempt.step for c in store.checkpoints() if "lightning" in c.tags} == set(pointers(folder).values())
         store.retention.prune(max_delete_fraction=1.0)
         assert {c.attempt.step for c in store.checkpoints()} == set(pointers(folder).values())
@@ -240,7 +243,9 @@ def test_the_monitored_metric_is_the_checkpoints_own(tmp_path: Path, tiers: list
         assert store.open_checkpoint("best:val/loss").replica.info.attempt.step == best.step  # type: ignore[attr-defined]
         metrics = {c.attempt.step: dict(c.metrics) for c in store.checkpoints()}
     assert metrics[best.step] == {"val/loss": float(checkpoint.best_model_score)}  # type: ignore[arg-type]
-    assert trainer.validate(Tiny(), data(), ckpt_path="best", verbose=False)[0]["val/loss"] == pytest.approx(metrics[best.step]["val/loss"])
+    for path in ("best", "@best:val/loss", f"@{best.step}"):
+        found = trainer.validate(Tiny(), data(), ckpt_path=path, verbose=False)[0]["val/loss"]
+        assert found == pytest.approx(metrics[best.step]["val/loss"])
 
 
 def ticket_of(step: int) -> Ticket:
@@ -285,7 +290,7 @@ def test_a_pointer_whose_checkpoint_is_gone_or_never_was_gives_the_newest_before
     """Lightning-AI/pytorch-lightning#18865: a `last` that points to nothing."""
     fit(TierCheckpointIO(tiers, run="r"), [ModelCheckpoint(folder, save_top_k=-1, save_last=True)], tmp_path, max_epochs=3)
     with tierstore.open(
-        tiers, run="r", retention={"keep": [{"steps": [6, 12]}], "gc": {"undelete_window": 0}}, rank=0, world_size=1
+        tiers, run="r", retention={"keep": [{"steps": [6, 12]}], "protect": {"min_age": "1ms"}}, rank=0, world_size=1
     ) as store:
         store.save(24, {"w": torch.zeros(2)}).wait("durable")  # newer than all pointers: never taken in their place
         store.retention.untag(18, ["lightning"])
@@ -353,6 +358,22 @@ def test_a_pointer_that_cannot_be_written_is_told_at_the_next_save_and_at_teardo
     io.teardown()
 
 
+def test_a_save_that_fails_in_the_background_is_told_at_the_end_of_the_fit_and_the_old_pointer_stays(
+    tmp_path: Path, tiers: list[str], folder: Path
+) -> None:
+    config = {
+        "tiers": [{"uri": uri, "scope": scope} for uri, scope in zip(tiers, ("node", "shared"), strict=True)],
+        "save": {"patience": "1s"},
+    }
+    fit(TierCheckpointIO(config, run="r"), [ModelCheckpoint(folder)], tmp_path, max_epochs=1)
+    before = pointers(folder)
+    os.rename(tmp_path / "far" / "r", tmp_path / "aside")
+    (tmp_path / "far" / "r").write_text("no folder", encoding="utf-8")  # the shared tier takes nothing any more
+    with pytest.raises((SaveError, DeadlineError)):
+        fit(TierCheckpointIO(config, run="r"), [ModelCheckpoint(folder, filename="next-{step}")], tmp_path, max_epochs=1)
+    assert pointers(folder) == before
+
+
 def test_a_uri_that_pathlib_has_damaged_is_refused_and_nothing_is_made(
     tmp_path: Path, tiers: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,6 +401,17 @@ def test_an_open_store_is_used_and_stays_open(tmp_path: Path, tiers: list[str], 
         assert store.checkpoints()[0].metrics["mmlu"] == 0.5
         with pytest.raises(UsageError, match="storage_options"):
             trainer.save_checkpoint(folder / "x.ckpt", storage_options={"speed": 1})
+
+
+def test_at_the_end_of_the_interpreter_what_is_saved_is_committed_and_has_its_pointer(
+    tmp_path: Path, tiers: list[str], folder: Path
+) -> None:
+    process = SERVER.Process(target=lightning_child.fit_and_leave, args=(str(tmp_path),))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    assert pointers(folder) == {"x.ckpt": 6}
+    assert saved(tiers) == [6]
 
 
 def test_it_can_be_pickled_and_made_before_anything_exists(tiers: list[str]) -> None:

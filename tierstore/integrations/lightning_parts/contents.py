@@ -71,9 +71,9 @@ def load_here(value: Any, map_location: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return _moved(value, map_location)
     if isinstance(value, dict):
-        moved = type(value)((key, load_here(part, map_location)) for key, part in value.items())
-        if hasattr(value, "_metadata"):  # a module's state has its versions there
-            moved._metadata = value._metadata
+        moved: Any = type(value)((key, load_here(part, map_location)) for key, part in value.items())
+        if (versions := getattr(value, "_metadata", None)) is not None:  # a module's state has them there
+            moved._metadata = versions
         return moved
     if type(value) in (list, tuple):
         return type(value)(load_here(part, map_location) for part in value)

@@ -39,6 +39,7 @@ from tierstore.integrations.lightning_parts.publishing import Publisher
 from tierstore.names import Attempt
 from tierstore.state.lazy import Checkpoint
 from tierstore.store import Store
+from tierstore.tiers.exit_hook import ExitHook
 from tierstore.tiers.ticket import Ticket
 
 __all__ = ["TAG", "Body", "Plain", "Ranks", "Wait"]
@@ -107,6 +108,7 @@ class Body:
         self._going_on_from: Checkpoint | None = None
         self._loaded_from = ""
         self._pid = os.getpid()
+        self._exit_hook: ExitHook | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         keep = ("_plain", "_wait_for", "_source", "_run", "_retention", "_codecs", "_together")
@@ -135,15 +137,20 @@ class Body:
                 self._begin()
             if self._store is not None and self._store.usable:
                 return self._store
-            source, run, codecs = self._source, self._run, self._codecs
-            if isinstance(source, Store):
-                if source.usable:
-                    self._store = source
-                    return source
-                run, codecs, source = source.run, source.codecs, source.config
-            alone: dict[str, Any] = {} if self._together else {"rank": 0, "world_size": 1}
-            self._store = tierstore.open(source, run=run, retention=self._retention, codecs=lightning_codecs(codecs), **alone)
+            self._store = self._opened()
+            if self._exit_hook is not None:
+                self._exit_hook.forget()
+            self._exit_hook = ExitHook(self)  # AsyncCheckpointIO does not pass `teardown` on; runs before the store's own
             return self._store
+
+    def _opened(self) -> Store:
+        source, run, codecs = self._source, self._run, self._codecs
+        if isinstance(source, Store):
+            if source.usable:
+                return source
+            run, codecs, source = source.run, source.codecs, source.config
+        alone: dict[str, Any] = {} if self._together else {"rank": 0, "world_size": 1}
+        return tierstore.open(source, run=run, retention=self._retention, codecs=lightning_codecs(codecs), **alone)
 
     # ---- saving
 
@@ -390,6 +397,10 @@ class Body:
                 raise
             log.error("ending the checkpoints of Lightning failed too: %s", error)  # training's own error is the one to raise
 
+    def close(self) -> None:
+        """What is done at the end of the interpreter, where nobody called `teardown`."""
+        self.teardown()
+
     def _drain(self, store: Store) -> None:
         patience_s = store.config.save.patience_s
         self._publisher.flush(patience_s)
@@ -404,4 +415,6 @@ class Body:
             for path in self._publisher.held_back():
                 log.warning("%s stays: the save that was to replace it is not committed", path)
             self._store = None
+            if self._exit_hook is not None:
+                self._exit_hook.forget()
         self._publisher.raise_error()
