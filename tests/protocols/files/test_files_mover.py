@@ -103,6 +103,19 @@ def test_what_was_removed_before_it_came_there_is_not_carried_on(tmp_path: Path)
     assert sorted(stored(tmp_path / "far")) == ["first@.data", "first@.json", "gone@.gone", "kept@.data", "kept@.json"]
 
 
+def test_bytes_that_were_on_their_way_to_the_last_tier_are_gone_there_too_when_the_file_is_removed(tmp_path: Path) -> None:
+    gate = Gate("f@", "put")
+    with opened(store(tmp_path, tiers=["node", "shared"]), wrap={"shared": gate.wrap}) as (session, files):
+        write(session, files, "first", b"x")
+        session.run(files.sync(30))
+        write(session, files, "f", bytes_of(1, 50_000))
+        assert gate.reached.wait(30)  # its bytes are there, its entry is not
+        gate.open.set()
+        session.run(files.remove(["f"]))
+        session.run(files.sync(30))
+    assert sorted(stored(tmp_path / "shared")) == ["f@.gone", "first@.data", "first@.json"]
+
+
 def test_a_tier_that_fails_holds_up_nothing_but_itself_and_gets_everything_later(tmp_path: Path) -> None:
     down = threading.Event()
     down.set()

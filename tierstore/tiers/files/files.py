@@ -178,8 +178,7 @@ class Files:
                 if found_below is None:
                     raise NotFoundError(f"there is no {path!r} to remove", hint="list its folder to see what there is", path=path)
             wanted += found or ([file] if any(on_tier.claims for on_tier in file.tiers.values()) else [])
-        for state in wanted:  # marks are made in this order, and carried on in it
-            await self._publisher.remove(state)
+        await self._publisher.remove(wanted)
 
     async def copy(self, source: str, target: str) -> FileVersion:
         """Publishes what `source` holds as `target` too; without copying bytes where they lie on the tier that takes it.

@@ -20,17 +20,19 @@ from tierstore.tiers.copying import CopyContext, VerifiedSource
 from tierstore.tiers.files.entry import FileEntry
 from tierstore.tiers.files.looking import Held, Key, OnTier, group
 from tierstore.tiers.files.places import Mark
-from tierstore.tiers.files.placing import FilePut, clean, place_data, place_entry
+from tierstore.tiers.files.placing import FilePut, clean, place_data, place_entry, take_away
 from tierstore.tiers.retry import Backoff, Verdict, judge
 from tierstore.tiers.tier import Tier, Tiers, ensure_tier, still_there
 from tierstore.tiers.together import happens, only_ours_to_cancel
 
-__all__ = ["Item", "Lane", "Mover", "MoverOptions", "PendingFile"]
+__all__ = ["Item", "Lane", "Mover", "MoverOptions", "PendingFile", "on_this"]
 
 log = logging.getLogger(__name__)
 
 _AHEAD = 16
 """How many items of a lane have their data under way while the first one waits for its turn."""
+_KEYS = 10_000
+"""Of how many paths a lane knows how often it has changed them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,8 @@ class Lane:
         self._items: list[Item] = []
         self._carrying: dict[Item, asyncio.Task[bool]] = {}
         self._done: dict[Item, int] = {}
+        self._seen: dict[Item, tuple[int, OnTier]] = {}
+        self._times: dict[Key, int] = {}
         self._backoff = Backoff(base_s=options.retry_first_s, cap_s=options.retry_most_s)
         self._wake = asyncio.Event()
         self._kicked = asyncio.Event()
@@ -186,6 +190,7 @@ class Lane:
     def _end(self, item: Item, error: TierStoreError | None = None) -> None:
         self._items.remove(item)
         self._done.pop(item, None)
+        self._seen.pop(item, None)
         task = self._carrying.pop(item, None)
         if task is not None and task.done() and not task.cancelled():
             task.exception()
@@ -221,11 +226,12 @@ class Lane:
             return False
         await ensure_tier(context.tiers, tier)
         await still_there(context.tiers, tier)
-        if item.entry is None or not put.nbytes:
-            return True
         async with context.files:
             if self._mover.is_removed(item):
                 return False
+            self._seen[item] = self._times.get(item.key, 0), await on_this(tier, put)  # ahead, as its entry is put in its turn
+            if item.entry is None or not put.nbytes:
+                return True
             if await _length(tier, put.data_path) == put.nbytes:
                 self._done[item] = put.nbytes
                 return True
@@ -258,15 +264,28 @@ class Lane:
     def _count(self, item: Item, nbytes: int) -> None:
         self._done[item] = min(self._done.get(item, 0) + nbytes, item.put.nbytes)
 
+    def _note(self, item: Item) -> None:
+        if len(self._times) > _KEYS:
+            self._times.clear()
+            self._seen.clear()
+        self._times[item.key] = self._times.get(item.key, 0) + 1
+
     async def _publish(self, item: Item) -> None:
         """Publishes on the tier what is not older than what it has; then takes away what is older than the newest."""
         put, tier = item.put, self.tier
-        if self._mover.is_removed(item):  # the removal takes the bytes away too
+        if self._mover.is_removed(item):
+            await tier.storage.delete([put.data_path])
             return
-        on_tier = await on_this(tier, put)
+        times, on_tier = self._seen.get(item, (-1, OnTier()))
+        if times != self._times.get(item.key, 0):  # this lane has changed it since
+            on_tier = await on_this(tier, put)
         newest = on_tier.newest
         if newest is None or newest < put.mark:
             await place_entry(tier, put)
+            self._note(item)
+            if self._mover.is_removed(item):  # meanwhile
+                await take_away(tier, put)
+                return
             held = on_tier.marks.setdefault(put.mark, _held(put))
             held.entry, held.gone = (put.nbytes, False) if put.kind == "entry" else (None, True)
         await clean(tier, put.path, on_tier, is_folder=put.is_folder, keep=self._mover.wanted_from(tier, put.key))
@@ -289,6 +308,7 @@ class Mover:
         self.changed = asyncio.Event()
         self._lanes: dict[str, Lane] = {}
         self._by_key: dict[Key, list[Item]] = {}
+        self._removed: dict[Key, Mark] = {}
 
     @property
     def tiers(self) -> Tiers:
@@ -299,7 +319,11 @@ class Mover:
         return any(item.put.mark == put.mark for item in self._by_key.get(put.key, ()))
 
     def add(self, item: Item, targets: Iterable[Tier]) -> None:
-        """Takes an item in for the tiers that lack it."""
+        """Takes an item in for the tiers that lack it; a removal counts at once for what is on its way before it."""
+        if item.put.kind == "gone":
+            if len(self._removed) > _KEYS:
+                self._removed = {key: mark for key, mark in self._removed.items() if key in self._by_key}
+            self._removed[item.key] = max(item.put.mark, self._removed.get(item.key, item.put.mark))
         targets = list(targets)
         if targets:
             self._by_key.setdefault(item.key, []).append(item)
@@ -324,9 +348,9 @@ class Mover:
         return {i.put.mark for i in items if i.entry is not None and i.waits - {tier.name} and not self.is_removed(i)}
 
     def is_removed(self, item: Item) -> bool:
-        """Whether a later removal of the same path is on its way too: then nobody needs to see what is removed."""
-        later = (other.put for other in self._by_key.get(item.key, ()) if other.put.mark > item.put.mark)
-        return item.put.kind != "gone" and any(put.kind == "gone" for put in later)
+        """Whether this process has removed the path since: then nobody needs to see what is removed."""
+        removed = self._removed.get(item.key)
+        return removed is not None and removed > item.put.mark and item.put.kind != "gone"
 
     def left_lane(self, item: Item, tier: Tier, error: TierStoreError | None) -> None:
         """An item is on `tier` now, or never will be."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -20,15 +20,17 @@ from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.files.entry import FileEntry, FileVersion, encode_claim, encode_gone, owner_in
 from tierstore.tiers.files.eviction import make_room
 from tierstore.tiers.files.looking import Held, Looker, OnTier, State
-from tierstore.tiers.files.mover import Item, Mover
+from tierstore.tiers.files.mover import Item, Mover, on_this
 from tierstore.tiers.files.places import Mark, claim_path
 from tierstore.tiers.files.placing import FilePut, clean, place_data, place_entry, take_away
 from tierstore.tiers.tier import Tier, ensure_tier, still_there
+from tierstore.tiers.together import together
 
 __all__ = ["Publisher"]
 
 log = logging.getLogger(__name__)
 
+_AT_ONCE = 16
 _CLAIMS = 16
 """How many claims of dead processes one exclusive create steps over."""
 
@@ -85,19 +87,40 @@ class Publisher:
         await self._give_up(draft)
         raise failures[0][1]
 
-    async def remove(self, state: State) -> None:
-        """Removes a path: a tombstone on the authority, then on the node's own tiers; the mover carries it to the others.
+    async def remove(self, states: Sequence[State]) -> None:
+        """Removes paths, many at once: tombstones on the authority, then on the node's own tiers; the mover carries them to the others.
 
         Raises:
-            StorageError: The authority does not take it: nothing was removed.
+            StorageError: The authority does not take one: that path was not removed, some others were.
         """
         self._tiers.check_writable()
-        mark = self.new_mark(state.last_version + 1)
-        document = encode_gone(state.path, self._mover.owner, self._clock.now())
-        put = FilePut(path=state.path, is_folder=state.is_folder, mark=mark, nbytes=0, kind="gone", document=document)
+        removals = []
+        for state in states:
+            document = encode_gone(state.path, self._mover.owner, self._clock.now())
+            mark = self.new_mark(state.last_version + 1)
+            removals.append(FilePut(path=state.path, is_folder=state.is_folder, mark=mark, nbytes=0, kind="gone", document=document))
+        done: dict[FilePut, list[str]] = {}
+        try:
+            await together(lambda put: self._bury(put, done.setdefault(put, [])), removals, at_once=_AT_ONCE)
+        finally:  # in their order, and those too that were removed before one failed
+            for put in removals:
+                if done.get(put):
+                    self._mover.add(Item(put=put, entry=None), [t for t in self._tiers if t.name not in done[put]])
+
+        async def tidy(put: FilePut) -> None:
+            for name in done[put]:
+                tier = self._tiers.get(name)
+                try:  # looked at again: what was on its way may have come since
+                    await clean(tier, put.path, await on_this(tier, put), is_folder=put.is_folder)
+                except (StorageError, NotFoundError) as error:
+                    log.warning("tier=%s file=%r its bytes stay for now: %s", name, put.path, error.message)
+
+        await together(tidy, removals, at_once=_AT_ONCE)
+
+    async def _bury(self, put: FilePut, done: list[str]) -> None:
+        """Writes a tombstone; `done` gets the names of the tiers that have it."""
         own = [t for t in self._tiers if t.scope == "node" and not self._tiers.is_authority(t)]
         reach("files.before-gone")
-        done = []
         for tier in (self._tiers.authority, *own):
             try:
                 await ensure_tier(self._tiers, tier)
@@ -106,15 +129,10 @@ class Publisher:
             except (StorageError, NotFoundError) as error:
                 if self._tiers.is_authority(tier):
                     raise
-                log.warning("tier=%s file=%r can't be removed here yet: %s", tier.name, state.path, error.message)
+                log.warning("tier=%s file=%r can't be removed here yet: %s", tier.name, put.path, error.message)
                 continue
             done.append(tier.name)
         reach("files.after-gone")
-        self._mover.add(Item(put=put, entry=None), [t for t in self._tiers if t.name not in done])
-        for name in done:
-            on_tier = state.tiers.get(name, OnTier())
-            on_tier.marks[mark] = Held(gone=True)
-            await self._clean(self._tiers.get(name), put, on_tier)
 
     async def _on(self, tier: Tier, draft: _Draft, source: Source) -> None:
         """Publishes on one tier; leaves nothing there where that fails."""
