@@ -13,10 +13,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import DistributedType, ProjectConfiguration
 from ranks_kit import run_ranks
 
 import tierstore
+import tierstore.integrations.accelerate as accelerate_door
 from tierstore import crashpoints
 from tierstore.crashpoints import CRASH_EXIT
 from tierstore.errors import NotFoundError, StateMismatchError, UsageError
@@ -24,7 +25,8 @@ from tierstore.integrations.accelerate import load_state, save_state
 from tierstore.testing.equality import assert_same_state
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch", "tierstore.store", "accelerate", "tierstore.integrations.accelerate"])
+# deepspeed, where it is installed, is imported by accelerate when it prepares anything: once here instead of once a process.
+_SERVER.set_forkserver_preload(["torch", "tierstore.store", "deepspeed", "torch._dynamo", "tierstore.integrations.accelerate"])
 
 STEPS = 6
 
@@ -185,7 +187,9 @@ def test_a_programs_own_hooks_are_called_as_before_and_keep_what_they_take(tmp_p
     assert calls == ["save", "load"]
 
 
-def body(rank: int, world_size: int, folder: Path, *, until: int) -> Any:
+def body(rank: int, world_size: int, folder: Path, *, until: int, itself: bool = False) -> Any:
+    if itself:  # as under FSDP, which Accelerate has for GPUs only: it writes models and optimizers by itself
+        accelerate_door._WRITES_ITSELF = (DistributedType.MULTI_CPU,)
     with_store = Job()
     with tierstore.open(tiers_under(folder), run="r") as store:
         found = load_state(with_store.accelerator, store)
@@ -196,8 +200,30 @@ def body(rank: int, world_size: int, folder: Path, *, until: int) -> Any:
     return {"found": found, "seen": state["seen"], **shown}
 
 
-def test_two_processes_go_on_each_with_its_own_random_state_and_one_process_can_load_what_two_saved(tmp_path: Path) -> None:
-    whole = run_ranks(2, body, tmp_path / "whole", until=4)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What two processes come to that are not interrupted."""
+    return run_ranks(2, body, tmp_path_factory.mktemp("whole"), until=4)
+
+
+def test_files_that_accelerate_writes_for_all_processes_come_back_to_each_of_them(tmp_path: Path, whole: list[Any]) -> None:
+    run_ranks(2, body, tmp_path, until=2, itself=True)
+    second = run_ranks(2, body, tmp_path, until=4, itself=True)
+    assert [r["found"] for r in second] == [2, 2]
+    for before, after in zip(whole, second, strict=True):
+        assert before["model"] == after["model"]
+        assert before["draws"] == after["draws"]
+    with tierstore.open(tiers_under(tmp_path), run="r") as store:
+        names = set(store.open_checkpoint(4))
+        assert {"files.optimizer.bin", "files.random_states_1.pkl"} <= names
+        assert "optimizer.state.0.exp_avg" not in names
+        with pytest.raises(UsageError, match="saved with FSDP"):
+            load_state(Job().accelerator, store)
+
+
+def test_two_processes_go_on_each_with_its_own_random_state_and_one_process_can_load_what_two_saved(
+    tmp_path: Path, whole: list[Any]
+) -> None:
     first = run_ranks(2, body, tmp_path / "parts", until=2)
     second = run_ranks(2, body, tmp_path / "parts", until=4)
     assert [r["found"] for r in first + second] == [None, None, 2, 2]

@@ -105,7 +105,7 @@ def train(folder: Path, output_dir: Path, result: Path | None = None, wait: bool
         torch.save(weights(trainer), result)
 
 
-def life(folder: str, output_dir: str, result: str | None, kill_at: str, crash_at: str, settings: dict[str, Any]) -> None:
+def life(folder: str, output_dir: str, kill_at: str, crash_at: str) -> None:
     """The body of a process: a SIGKILL as soon as the Trainer has written the file `kill_at` (a path's end), or death at a crash point."""
     if kill_at:
         save = torch.save
@@ -120,4 +120,4 @@ def life(folder: str, output_dir: str, result: str | None, kill_at: str, crash_a
         crashpoints._AT, _, crashpoints._NTH = crash_at.partition(":")
     torch.set_num_threads(1)
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the Trainer prints its logs
-    train(Path(folder), Path(output_dir), Path(result) if result else None, wait=bool(crash_at or kill_at), **settings)
+    train(Path(folder), Path(output_dir), wait=True)
