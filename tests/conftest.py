@@ -17,6 +17,7 @@ LONG = "TIERSTORE_TEST_LONG"
 SLOW = (
     "tests/ranks",
     "tests/dcp",
+    "tests/integrations",
     "tests/cli/test_demo",
     "tests/docs/test_examples",
     "tests/faults",

@@ -91,7 +91,7 @@ class TierLoadShardedStrategy(LoadShardedStrategy):
         wrong = dict.fromkeys(found for value in wanted if (found := self._difference(value, checkpoint, tree)))
         if wrong:
             raise MegatronMismatchError(
-                f"what is wanted and what is stored differ in {len(wrong)} places: {format_some(wrong, 8)}; nothing was changed",
+                f"{len(wrong)} of the wanted values differ from what is stored: {format_some(wrong, 8)}; nothing was changed",
                 hint="`tierstore tensors RUN@STEP` lists what is stored; strict='log_all' passes keys over that are not stored, and "
                 "TierLoadShardedStrategy(…, allow_cast=True) casts",
             )
