@@ -20,13 +20,37 @@ __all__ = ["TierCheckpointIO", "TierModelCheckpoint", "TierModelParallelStrategy
 
 
 class TierCheckpointIO(CheckpointIODoor, CheckpointIO):
-    __doc__ = CheckpointIODoor.__doc__
+    """Lightning's checkpoints as checkpoints of a store; at each path a small pointer file says which one it stands for.
+
+    ``Trainer(plugins=[TierCheckpointIO("tierstore.yaml", run="sft-7")])``. Nothing is opened before the first save or load, so each
+    process of a DDP job makes its own; rank 0 saves. Fits every strategy that saves on rank 0, and `TierModelParallelStrategy`.
+
+    Args:
+        source: What `tierstore.open` takes, or an open `Store` (opened with ``rank=0, world_size=1`` and ``codecs=lightning_codecs()``),
+            which stays open.
+        run: As `tierstore.open`; one training, one run.
+        retention: As `tierstore.open`.
+        codecs: Codecs for types of your own in hyper-parameters and callbacks; `lightning_codecs` adds its own to them.
+        wait: When a save returns: ``staged`` (copied; the rest follows in the background), ``committed``, or ``durable``.
+    """
+
     _plain = TorchCheckpointIO
 
 
 class TierModelCheckpoint(ModelCheckpointDoor, ModelCheckpoint):
-    __doc__ = ModelCheckpointDoor.__doc__
+    """`ModelCheckpoint` for ``dirpath="tier://…"``, where ``ckpt_path="last"`` finds nothing with Lightning's own; local ones work as well.
+
+    Takes the same arguments. A pointer is as small as a link, so ``save_last="link"`` means ``save_last=True``. What training was
+    resumed from, and what lies in another folder, is not removed, whatever the file system.
+    """
 
 
 class TierModelParallelStrategy(ModelParallelDoor, ModelParallelStrategy):
-    __doc__ = ModelParallelDoor.__doc__
+    """`ModelParallelStrategy` (FSDP2, tensor parallel) that saves through a `TierCheckpointIO` on all ranks, each its own shards.
+
+    ``Trainer(strategy=TierModelParallelStrategy(), plugins=[TierCheckpointIO(…)])``. A checkpoint loads into any other layout, and
+    without a strategy into one process; so do checkpoints that were saved by one process.
+
+    Args:
+        data_parallel_size: As `ModelParallelStrategy`; so are all others.
+    """

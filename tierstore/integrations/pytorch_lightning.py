@@ -20,13 +20,14 @@ __all__ = ["TierCheckpointIO", "TierModelCheckpoint", "TierModelParallelStrategy
 
 
 class TierCheckpointIO(CheckpointIODoor, CheckpointIO):
-    __doc__ = CheckpointIODoor.__doc__
+    """As `tierstore.integrations.lightning.TierCheckpointIO`."""
+
     _plain = TorchCheckpointIO
 
 
 class TierModelCheckpoint(ModelCheckpointDoor, ModelCheckpoint):
-    __doc__ = ModelCheckpointDoor.__doc__
+    """As `tierstore.integrations.lightning.TierModelCheckpoint`."""
 
 
 class TierModelParallelStrategy(ModelParallelDoor, ModelParallelStrategy):
-    __doc__ = ModelParallelDoor.__doc__
+    """As `tierstore.integrations.lightning.TierModelParallelStrategy`."""

@@ -25,19 +25,7 @@ __all__ = ["CheckpointIODoor", "ModelCheckpointDoor", "ModelParallelDoor"]
 
 
 class CheckpointIODoor:
-    """Lightning's checkpoints as checkpoints of a store; at each path a small pointer file says which one it stands for.
-
-    ``Trainer(plugins=[TierCheckpointIO("tierstore.yaml", run="sft-7")])``. Nothing is opened before the first save or load, so each
-    process of a DDP job makes its own; rank 0 saves. Fits every strategy that saves on rank 0, and `TierModelParallelStrategy`.
-
-    Args:
-        source: What `tierstore.open` takes, or an open `Store` (opened with ``rank=0, world_size=1`` and ``codecs=lightning_codecs()``),
-            which stays open.
-        run: As `tierstore.open`; one training, one run.
-        retention: As `tierstore.open`.
-        codecs: Codecs for types of your own in hyper-parameters and callbacks; `lightning_codecs` adds its own to them.
-        wait: When a save returns: ``staged`` (copied; the rest follows in the background), ``committed``, or ``durable``.
-    """
+    """`tierstore.integrations.lightning.TierCheckpointIO` without its base."""
 
     _plain: Callable[[], Plain]
     """Lightning's own, for files that are no pointers."""
@@ -108,11 +96,7 @@ class CheckpointIODoor:
 
 
 class ModelCheckpointDoor(ModelCheckpoint):
-    """`ModelCheckpoint` for ``dirpath="tier://…"``, where ``ckpt_path="last"`` finds nothing with Lightning's own; local ones work as well.
-
-    Takes the same arguments. A pointer is as small as a link, so ``save_last="link"`` means ``save_last=True``. What training was
-    resumed from, and what lies in another folder, is not removed, whatever the file system.
-    """
+    """`tierstore.integrations.lightning.TierModelCheckpoint` without its base."""
 
     save_last: bool | Literal["link"] | None
 
@@ -140,14 +124,7 @@ class ModelCheckpointDoor(ModelCheckpoint):
 
 
 class ModelParallelDoor(ModelParallelStrategy):
-    """`ModelParallelStrategy` (FSDP2, tensor parallel) that saves through a `TierCheckpointIO` on all ranks, each its own shards.
-
-    ``Trainer(strategy=TierModelParallelStrategy(), plugins=[TierCheckpointIO(…)])``. A checkpoint loads into any other layout, and
-    without a strategy into one process; so do checkpoints that were saved by one process.
-
-    Args:
-        data_parallel_size: As `ModelParallelStrategy`; so are all others.
-    """
+    """`tierstore.integrations.lightning.TierModelParallelStrategy` without its base."""
 
     def __init__(
         self,

@@ -28,7 +28,8 @@ Pictures = Mapping[Unit, "Picture"]
 
 _SMALL_NBYTES = 64 << 10
 """Parts with at most so many bytes of tensors may ride in a pointer."""
-_SAMPLE = 32
+_SAMPLE = 256
+"""So many elements of a tensor are compared, evenly spread; of running statistics, which torch changes without counting, most often all."""
 _SPLIT = "callbacks"
 _TENSOR = "torch.Tensor"
 
