@@ -9,6 +9,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import tenacity
 
 from tierstore.testing.servers import MotoServer, NamedServer, S3Server, SeaweedServer
 
@@ -21,6 +22,7 @@ SLOW = (
     "tests/cli/test_demo",
     "tests/docs/test_examples",
     "tests/faults",
+    "tests/integrations",
     "tests/crash",
     "tests/adopt",
     "tests/store",
@@ -100,6 +102,13 @@ def cheap_fsync(pytestconfig: pytest.Config) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: os.fstat(fd if isinstance(fd, int) else fd.fileno()) and None)
         yield
+
+
+@pytest.fixture
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request to S3 is tried as often as ever, but with next to no pauses between: for endpoints that stay down."""
+    monkeypatch.setattr("tierstore.storage.s3_client.wait_exponential", lambda **_: tenacity.wait_fixed(0.01))
+    monkeypatch.setattr("tierstore.storage.s3_client.wait_random", lambda *_: tenacity.wait_fixed(0.01))
 
 
 # S3 servers. Each pytest-xdist worker is a process with servers of its own.

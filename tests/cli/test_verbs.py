@@ -198,6 +198,7 @@ def test_sync_exits_with_eight_while_another_works(copied: Path) -> None:
     assert call("-c", copied, "sync").exit_code == 0
 
 
+@pytest.mark.usefixtures("quick_retries")
 def test_doctor_shows_no_secret_and_exits_with_five_while_an_endpoint_is_down(tmp_path: Path) -> None:
     config = tmp_path / "t.yaml"
     config.write_text(

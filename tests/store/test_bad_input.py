@@ -274,6 +274,7 @@ def no_secrets(folder: Path, *texts: str, secrets: Sequence[str]) -> None:
 
 
 @pytest.mark.s3
+@pytest.mark.usefixtures("quick_retries")
 @pytest.mark.parametrize("case", CASES)
 def test_a_bucket_that_is_the_authority_and_can_not_be_used_is_refused_at_opening(
     case: str, tmp_path: Path, s3_bucket: str, s3_options: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -288,6 +289,7 @@ def test_a_bucket_that_is_the_authority_and_can_not_be_used_is_refused_at_openin
 
 
 @pytest.mark.s3
+@pytest.mark.usefixtures("quick_retries")
 @pytest.mark.parametrize("case", CASES)
 def test_a_bucket_further_on_that_can_not_be_used_stops_no_save_and_gets_everything_once_it_can(
     case: str, tmp_path: Path, s3_server: S3Server, s3_bucket: str, s3_options: dict[str, Any], caplog: pytest.LogCaptureFixture
