@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import gzip
 import io
 import logging
@@ -23,7 +24,7 @@ import pytest
 from fs_kit import file_system, two_tiers, unsynced_tiers
 
 import tierstore
-from tierstore.errors import ConfigError, ConflictError, IntegrityError, NotFoundError, UsageError
+from tierstore.errors import ConfigError, ConflictError, IntegrityError, NotFoundError, StorageError, UsageError
 from tierstore.fs.filesystem import TierFileSystem
 from tierstore.fs.nodes import NotAFolderError, NotEmptyError, ReadOnlyError, UnsupportedModeError
 from tierstore.tier_uri import split_tier_uri
@@ -389,6 +390,36 @@ def test_a_folder_put_twice_is_put_where_fsspec_says_and_get_replaces_whole_file
     fs.get_file(f"{folder}/to/deep/f", target)
     assert len(target.getvalue()) == 100_000
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_an_interrupted_download_leaves_what_was_there_and_no_part_of_a_file(fs: TierFileSystem, folder: str, tmp_path: Path) -> None:
+    """PROTOCOLS.md §8: a cache would serve the part for ever."""
+
+    class Interrupted(fsspec.Callback):
+        def relative_update(self, inc: int = 1) -> None:
+            raise Boom
+
+    fs.pipe_file(f"{folder}/f", b"new" * 1000)
+    (tmp_path / "old").write_bytes(b"old")
+    for name in ("old", "none"):
+        with pytest.raises(Boom):
+            fs.get_file(f"{folder}/f", str(tmp_path / name), callback=Interrupted())
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("old", b"old")]
+    with pytest.raises(Boom):
+        fs.put_file(str(tmp_path / "old"), f"{folder}/up", callback=Interrupted())
+    assert fs.find(folder) == [f"{folder}/f"]
+
+
+def test_a_call_whose_work_was_cancelled_raises_and_never_answers_none(fs: TierFileSystem, folder: str, monkeypatch: Any) -> None:
+    """PROTOCOLS.md §8: fsspec's own bridge answers None."""
+
+    async def cancelled(*_: object) -> None:
+        raise asyncio.CancelledError
+
+    fs.pipe_file(f"{folder}/f", b"1")
+    monkeypatch.setattr("tierstore.fs.tree.Tree.file", cancelled)
+    with pytest.raises(concurrent.futures.CancelledError):
+        fs.cat_file(f"{folder}/f")
 
 
 def test_gzip_and_infer_work_as_on_any_file_system(fs: TierFileSystem, folder: str) -> None:
@@ -766,7 +797,7 @@ def test_where_the_authority_is_down_what_the_node_has_can_be_read(tmp_path: Pat
     with file_system(*tiers) as fs, caplog.at_level(logging.WARNING):
         assert fs.cat_file("/f") == b"1"
         assert "can be read only" in caplog.text
-        with pytest.raises(tierstore.StorageError if hasattr(tierstore, "StorageError") else OSError):
+        with pytest.raises(StorageError):
             fs.pipe_file("/g", b"2")
         (tmp_path / "shared").unlink()
         away.rename(tmp_path / "shared")

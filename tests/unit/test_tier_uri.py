@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError, UsageError
 from tierstore.names import Reference
-from tierstore.tier_uri import TierUri, is_tier_uri, locate_config, parse_tier_uri
+from tierstore.tier_uri import TierPlace, TierUri, is_tier_uri, locate_config, parse_tier_uri, split_tier_uri
 
 
 def step(number: int) -> Reference:
@@ -109,3 +109,52 @@ def test_the_configuration_is_found_in_the_path_by_name_or_where_the_command_lin
     assert locate_config(parse_tier_uri("tier:///run"), env=env) == str(tmp_path / "conf" / "main.yaml")
     assert locate_config(parse_tier_uri("tier://prod/run"), env=env) == str(tmp_path / "conf" / "prod.yml")
     assert locate_config(parse_tier_uri("tier:///x/y.yaml/run"), env=env) == "/x/y.yaml"
+
+
+_NAMES = st.text(st.characters(codec="utf-8", exclude_characters="/?"), min_size=1, max_size=12).filter(
+    lambda name: not name.lower().endswith((".yaml", ".yml"))
+)
+_PATHS = st.lists(_NAMES, max_size=4).map("/".join)
+_TIERS = st.lists(st.sampled_from(["/nvme/a b", "s3://bucket/prefix", "/x&y=z", "memory://m", "/%41/ü?"]), max_size=3).map(tuple)
+
+
+@given(_PATHS, _TIERS, st.sampled_from(["", "nearest"]))
+def test_a_file_s_uri_leads_back_to_its_place_and_path(path: str, tiers: tuple[str, ...], ack: str) -> None:
+    for place in (TierPlace(tiers=tiers, ack=ack), TierPlace(name="prod", ack=ack), TierPlace(config="/etc/store.yaml", ack=ack)):
+        assert split_tier_uri(place.uri(path)) == (place, path)
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "path"),
+    [
+        ("tier:///a/b", TierPlace(), "a/b"),
+        ("tier://prod", None, ""),
+        ("tier://prod/", TierPlace(name="prod"), ""),
+        ("tier:///etc/s.yaml/a/b.txt", TierPlace(config="/etc/s.yaml"), "a/b.txt"),
+        ("tier:///a?config=conf/s.yaml", TierPlace(config="conf/s.yaml"), "a"),
+        ("tier:///a?tier=/n&tier=s3%3A%2F%2Fb%2Fp&ack=durable", TierPlace(tiers=("/n", "s3://b/p"), ack="durable"), "a"),
+        ("tier:///a?tier=/n&/step-1/x?.bin", TierPlace(tiers=("/n",)), "a/step-1/x?.bin"),
+        ("tier:///a/part-?.parquet", TierPlace(), "a/part-?.parquet"),
+        ("tier:///a?b=c", TierPlace(), "a?b=c"),
+        ("tier:///a?teir=/n", None, ""),
+        ("tier:///a?tiers=/n", None, ""),
+        ("tier:///a?tier=/n&x=y", None, ""),
+        ("tier:///a?tier=", None, ""),
+        ("tier:///a?ack=nearest&ack=durable", None, ""),
+        ("tier://prod/a?tier=/n", None, ""),
+    ],
+)
+def test_a_file_s_uri_says_place_and_path(text: str, place: TierPlace | None, path: str) -> None:
+    if place is None:
+        with pytest.raises(UsageError) as caught:
+            split_tier_uri(text)
+        assert caught.value.hint
+    else:
+        assert split_tier_uri(text) == (place, path)
+
+
+def test_a_checkpoint_s_uri_takes_a_configuration_in_its_query_and_nothing_else() -> None:
+    assert parse_tier_uri("tier:///run/step-3?config=/etc/s.yaml") == TierUri(config="/etc/s.yaml", run="run", reference=step(3))
+    for query in ("tier=/nvme", "ack=nearest"):
+        with pytest.raises(UsageError, match="only files"):
+            parse_tier_uri(f"tier:///run/step-3?{query}")

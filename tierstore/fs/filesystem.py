@@ -101,8 +101,8 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
             timeout: Seconds to wait; None: as long as it goes on.
 
         Raises:
-            DeadlineError: Not done in time.
-            PartialError, StorageError: Some files can't be carried on; names them.
+            DeadlineError: Not done in time, or a tier keeps failing; what is left is carried on all the same.
+            TierStoreError: Something can't be brought where it should be; names it.
         """
         opened = self._opened()
         opened.session.run(opened.files.sync(timeout))
@@ -116,7 +116,7 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
             deadline: Seconds that the background work may take; None: as long as it goes on.
 
         Raises:
-            PartialError: Some files have not reached all tiers; `tierstore sync`, or a later process on this node, carries them on.
+            DeadlineError, TierStoreError: As `sync_tiers`; `tierstore sync`, or a later process on this node, carries on what is left.
         """
         if self._place is not None:
             close_files(self._key, deadline=deadline)
@@ -335,6 +335,13 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
     async def _cp_file(self, path1: str, path2: str, **options: Any) -> None:
         source, target = self._names(path1), self._names(path2)
         await self._there(lambda tree: tree.copy(source, target), writing=True)
+
+    async def _copy(self, path1: Any, path2: Any, recursive: bool = False, **options: Any) -> None:
+        """As fsspec's, but a file whose name looks like a pattern is one file."""
+        if isinstance(path1, str) and has_magic(inner(path1)) and await self._isfile(path1):
+            into = str(path2).endswith("/") or await self._isdir(path2)
+            path1, path2 = [path1], [f"{path2}/{inner(path1).rpartition('/')[2]}" if into else path2]
+        await super()._copy(path1, path2, recursive=recursive, **options)
 
     async def _mv(self, path1: Any, path2: Any, recursive: bool = False, maxdepth: int | None = None, **options: Any) -> None:
         """The new name is there before the old one goes; between the two both are."""

@@ -81,7 +81,7 @@ class Opened:
             deadline: Seconds that the background work may take; None: as long as it goes on.
 
         Raises:
-            PartialError: Some files have not reached all tiers; a later process, or `tierstore sync`, carries them on.
+            DeadlineError, TierStoreError: As `Files.sync`: what has not reached all tiers is carried on by a later process.
         """
         with self._lock:
             if not self.usable:
@@ -147,7 +147,7 @@ def close_files(key: Key | None = None, *, deadline: float | None = None) -> Non
     """Drains and closes the files of `key` (None: all) that are open in this process; the next use opens anew.
 
     Raises:
-        PartialError: As `Opened.close`, after all were closed.
+        DeadlineError, TierStoreError: As `Opened.close`, after all were closed.
     """
     with _REGISTRY.lock:
         keys = [key] if key is not None else sorted(_REGISTRY.open)
