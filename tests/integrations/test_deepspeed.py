@@ -47,7 +47,7 @@ def test_a_tag_is_one_checkpoint_of_real_tensors_and_only_latest_is_local(told: 
     expected = {
         "0": ("mp_rank_00_model_states.module.0.weight", [16, 8]),
         "1": ("mp_rank_00_model_states.module.0.weight", [16, 8]),
-        "2": (f"{own}.single_partition_of_fp32_groups.0", [101]),
+        "2": (f"{own}.single_partition_of_fp32_groups.0", [102]),
         "3": (f"{own}.fp32_flat_groups.0", [101]),
     }[stage]
     assert report["tensors"][expected[0]] == expected[1]
