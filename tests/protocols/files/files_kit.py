@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import random
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from fork_kit import run_forked
 
 from tierstore.clock import Clock
 from tierstore.config import Ack, load_config
@@ -94,14 +94,12 @@ def the_file(folder: Path, pattern: str) -> Path:
 
 
 def bytes_of(seed: int, nbytes: int) -> bytes:
-    return bytes((i * 7 + seed * 13 + (i >> 8)) % 251 for i in range(nbytes))
+    return random.Random(seed).randbytes(nbytes)
 
 
 def child(script: str, *arguments: str, env: Mapping[str, str] | None = None) -> tuple[int, str]:
     """Runs Python code in a process of its own that knows this kit; returns its exit status and output."""
     here = Path(__file__).parent
     code = f"import sys; sys.path[:0] = [{str(here)!r}, {str(here.parents[1])!r}]\n{script}"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=60, check=False
-    )
-    return done.returncode, done.stdout + done.stderr
+    done = run_forked(code, *arguments, env=env, merged=True)
+    return done.returncode, done.stdout
