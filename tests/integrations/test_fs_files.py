@@ -322,8 +322,9 @@ def test_folders_that_were_made_stay_while_others_go_with_what_they_hold(fs: Tie
     assert fs.isdir(f"{folder}/made/deep")
     fs.rmdir(f"{folder}/made/deep")
     assert not fs.exists(f"{folder}/made")
-    with pytest.raises(FileNotFoundError):
-        fs.rm(f"{folder}/missing")
+    for recursive in (False, True):
+        with pytest.raises(FileNotFoundError):
+            fs.rm(f"{folder}/missing", recursive=recursive)
     with pytest.raises(FileNotFoundError):
         fs.ls(f"{folder}/missing")
     with pytest.raises(FileNotFoundError):

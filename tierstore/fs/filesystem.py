@@ -21,7 +21,7 @@ from fsspec.callbacks import DEFAULT_CALLBACK
 from fsspec.spec import _Cached
 from fsspec.utils import isfilelike
 
-from tierstore.errors import ConflictError, UsageError
+from tierstore.errors import ConflictError, NotFoundError, UsageError
 from tierstore.fs.local import receive_file, send_file
 from tierstore.fs.nodes import Node, NotAFolderError, NotEmptyError, UnsupportedModeError
 from tierstore.fs.opened import Key, Opened, Place, close_files, known_files, open_files
@@ -390,15 +390,26 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
     async def _rm(
         self, path: Any, recursive: bool = False, batch_size: int | None = None, maxdepth: int | None = None, **options: Any
     ) -> None:
+        found = await self._expand_path(path, maxdepth=maxdepth)
         if not recursive:
-            for each in await self._expand_path(path, maxdepth=maxdepth):
+            for each in found:
                 await self._rm_file(each)
             return
-        expanded = [self._names(each) for each in await self._expand_path(path, recursive=True, maxdepth=maxdepth)]
+
+        async def below(tree: Tree, name: str) -> list[Node]:
+            node = await tree.find(name)
+            if node is None or not node.is_folder:
+                return [] if node is None else [node]
+            depth = len(name) + 1 if name else 0
+            nodes = [each for each in await tree.below(name) if maxdepth is None or each.path[depth:].count("/") < maxdepth]
+            return [*nodes, node] if name else nodes
 
         async def remove(tree: Tree) -> None:
-            nodes = [node for name in expanded if name and (node := await tree.find(name)) is not None]
-            await tree.remove(sorted(nodes, key=lambda node: (node.is_folder, node.path)))
+            nodes = {node.path: node for each in found for node in await below(tree, each[1:])}
+            if not nodes:
+                raise NotFoundError(f"there is nothing to remove under {path!r}", hint="look with fs.ls")
+            # By name: torch's .metadata goes first, so that what is half removed never looks like a whole checkpoint.
+            await tree.remove(sorted(nodes.values(), key=lambda node: (node.is_folder, node.path)))
 
         await self._there(remove, writing=True)
 
