@@ -59,7 +59,7 @@ def truth_of(root: Path) -> Truth:
 def run_child(root: Path, env: Mapping[str, str], errors: Path) -> int | None:
     child = SERVER.Process(target=gc_child.main, args=(str(root), dict(env), str(errors)))
     child.start()
-    child.join(60)
+    child.join(200)
     if child.is_alive():
         child.kill()
         child.join()

@@ -512,7 +512,7 @@ def test_a_process_that_dies_in_a_repair_leaves_nothing_half_done(tmp_path: Path
         shutil.copytree(tmp_path / "store", root)
         process = child.Process(target=die_repairing, args=(root, f"{point}:{nth}"))
         process.start()
-        process.join(60)
+        process.join(200)
         if long_run and process.exitcode == 0 and nth > max(few):
             return
         assert process.exitcode == CRASH_EXIT

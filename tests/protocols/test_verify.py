@@ -135,7 +135,7 @@ def test_foreign_files_leftovers_and_incomplete_attempts_are_named_but_no_damage
         "import sys; from pathlib import Path; from tierstore.storage.temporaries import temporary_name\n"
         "p = Path(sys.argv[1]); p.mkdir(exist_ok=True); (p / temporary_name('write')).write_bytes(b'x')"
     )
-    subprocess.run([sys.executable, "-c", code, str(root / "nvme" / ".tmp")], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, str(root / "nvme" / ".tmp")], check=True, timeout=200)
     unfinished = new_attempt("r", 2)
     (root / "pfs" / unfinished.folder).mkdir(parents=True)
     (root / "pfs" / unfinished.path("shard-00000-of-00002.safetensors")).write_bytes(b"x")

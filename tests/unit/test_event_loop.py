@@ -159,5 +159,5 @@ def test_a_process_that_forgets_to_close_still_ends() -> None:
         "loop.submit(for_ever())\n"
         "print(loop.run(now()))\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr

@@ -260,7 +260,7 @@ def test_a_killed_process_leaves_whole_files_and_a_temporary_that_is_swept(
 ) -> None:
     asyncio.run(PosixStorage(tmp_path).put("file", b"old"))
     environment = {**os.environ, "TIERSTORE_CRASH_AT": point}
-    ended = subprocess.run([sys.executable, "-c", _DIES, str(tmp_path)], env=environment, capture_output=True, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", _DIES, str(tmp_path)], env=environment, capture_output=True, timeout=200, check=False)
     assert ended.returncode == CRASH_EXIT, ended.stderr.decode()
 
     async def recover() -> None:
