@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterator
 from typing import Any
@@ -49,6 +50,20 @@ class LocalTiers(TierFixtures):
         return local_tiers
 
 
+QUICK_ON_S3 = (
+    "test_copy_directory_to_new_directory",
+    "test_copy_list_of_files_to_existing_directory",
+    "test_get_directory_to_new_directory",
+    "test_get_list_of_files_to_new_directory",
+    "test_put_directory_to_existing_directory",
+    "test_put_file_to_new_directory",
+    "test_put_list_of_files_to_new_directory",
+    "test_open_exclusive",
+    "test_pipe_exclusive",
+)
+"""Each request to S3 costs milliseconds of a CPU: these tell whether listings, writes and removals work there as on folders."""
+
+
 class S3Tier(TierFixtures):
     @pytest.fixture
     def fs(self, s3_tier: TierFileSystem) -> TierFileSystem:
@@ -61,7 +76,7 @@ def globs(every: int, long_run: bool) -> Iterator[tuple[Any, ...]]:
 
 
 class TestCopyLocally(LocalTiers, AbstractCopyTests):
-    every = 4
+    every = 10
 
     def test_copy_glob_edge_cases(  # the suite has them as parameters, each with a set-up of its own
         self, long_run: bool, fs: Any, fs_join: Any, fs_glob_edge_cases_files: str, fs_target: str, fs_sanitize_path: Any
@@ -71,7 +86,7 @@ class TestCopyLocally(LocalTiers, AbstractCopyTests):
 
 
 class TestGetLocally(LocalTiers, AbstractGetTests):
-    every = 4
+    every = 10
 
     def test_get_glob_edge_cases(
         self,
@@ -88,7 +103,7 @@ class TestGetLocally(LocalTiers, AbstractGetTests):
 
 
 class TestPutLocally(LocalTiers, AbstractPutTests):
-    every = 4
+    every = 10
 
     def test_put_glob_edge_cases(
         self,
@@ -112,26 +127,12 @@ class TestPipeLocally(LocalTiers, AbstractPipeTests):
     pass
 
 
-@pytest.mark.s3
-class TestCopyWithS3(S3Tier, TestCopyLocally):
-    every = 16
+def on_s3(*suites: type) -> type:
+    """The suites over S3: with TIERSTORE_TEST_LONG=1 all of them, else `QUICK_ON_S3`."""
+    whole = os.environ.get("TIERSTORE_TEST_LONG", "") not in ("", "0")
+    chosen = {n: getattr(s, n) for s in suites for n in dir(s) if n.startswith("test_") and (whole or n in QUICK_ON_S3)}
+    assert len(chosen) >= len(QUICK_ON_S3)
+    return type("TestWithS3", (S3Tier,), chosen)
 
 
-@pytest.mark.s3
-class TestGetWithS3(S3Tier, TestGetLocally):
-    every = 16
-
-
-@pytest.mark.s3
-class TestPutWithS3(S3Tier, TestPutLocally):
-    every = 16
-
-
-@pytest.mark.s3
-class TestOpenWithS3(S3Tier, AbstractOpenTests):
-    pass
-
-
-@pytest.mark.s3
-class TestPipeWithS3(S3Tier, AbstractPipeTests):
-    pass
+TestWithS3 = pytest.mark.s3(on_s3(AbstractCopyTests, AbstractGetTests, AbstractPutTests, AbstractOpenTests, AbstractPipeTests))
