@@ -523,16 +523,17 @@ class Store:
             RankError, DeadlineError: Another rank failed, or did not come within ``save.agreement_timeout``; named.
         """
         with self._one_call():
-            return resume_newest(
-                self.agreement,
-                self.run,
-                adopt=self._worker.adopt,
-                look=self._catalog,
-                load=lambda find, what: self._load(find, into, options, what, go_on=True),
-                node_tier=str(lock_path(self._session.tiers, self.run) or ""),
-                shared=self._shared_tiers(),
-                fallback=fallback,
-            )
+            return self._resume(lambda find, what: self._load(find, into, options, what, go_on=True), fallback=fallback)
+
+    def find_resumable(self, *, fallback: bool = False) -> CheckpointInfo | None:
+        """What `resume` would load, without loading it: for doors that load in their own way. None where the run has none.
+
+        What a dead process left whole is committed first; all ranks make this call, and get the same checkpoint. It is not deleted
+        before a save of this store is durable. Errors as `resume`.
+        """
+        with self._one_call():
+            found = self._resume(self._hold, fallback=fallback)
+        return None if found is None else found.checkpoint
 
     def export(
         self,
@@ -719,6 +720,25 @@ class Store:
             self._worker.resumed_from(replica.info.attempt, replica.take_lease())
         replica.let_go()
         return replica.info, state
+
+    def _resume(self, load: Callable[[Callable[[], CheckpointInfo], str], tuple[CheckpointInfo, Any]], *, fallback: bool) -> Resumed | None:
+        return resume_newest(
+            self.agreement,
+            self.run,
+            adopt=self._worker.adopt,
+            look=self._catalog,
+            load=load,
+            node_tier=str(lock_path(self._session.tiers, self.run) or ""),
+            shared=self._shared_tiers(),
+            fallback=fallback,
+        )
+
+    def _hold(self, find: Callable[[], CheckpointInfo], what: str) -> tuple[CheckpointInfo, None]:
+        """Opens a checkpoint together with the other ranks, and keeps only its lease: training goes on from it."""
+        replica = jointly(self.agreement, f"{what}: opening it", lambda: self._session.open_replica(find(), objects=True)).result
+        self._worker.resumed_from(replica.info.attempt, replica.take_lease())
+        replica.let_go()
+        return replica.info, None
 
     def _shared_tiers(self) -> list[str]:
         return [tier.name for tier in self._session.tiers if tier.scope == "shared"]

@@ -166,6 +166,17 @@ def test_an_unreadable_commit_record_is_no_reason_to_begin_anew(base: Path, tmp_
             store.load(STEP)
 
 
+def test_who_loads_in_its_own_way_finds_what_a_dead_process_left_whole(staged: Path, tmp_path: Path) -> None:
+    """DeepSpeed's and Megatron's doors: `find_resumable` commits it first, as `resume` does."""
+    folder = tmp_path / "copy"
+    shutil.copytree(staged, folder)
+    with tierstore.open(tiers_in(folder), run="r") as store:
+        assert store.latest() is None
+        found = store.find_resumable()
+        assert found is not None
+        assert found.step == STEP
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("place", ["shard", "part", "receipt"])
 def test_a_damaged_attempt_of_a_dead_process_is_never_committed(place: str, damage: str, staged: Path, tmp_path: Path) -> None:

@@ -282,6 +282,16 @@ def test_another_resume_lets_the_first_source_go_and_a_failed_one_holds_nothing(
     assert leases(tmp_path) == []
 
 
+def test_a_door_that_loads_by_itself_holds_what_it_goes_on_from_like_resume(tmp_path: Path) -> None:
+    with saved(tmp_path, 1, 2) as store:
+        found = store.find_resumable()
+        assert found is not None
+        assert found == store.latest()
+        eventually(lambda: len(leases(tmp_path)) == 1, "held")
+        store.save(3, STATE).wait("durable", 30)
+        eventually(lambda: leases(tmp_path) == [], "let go")
+
+
 # ---- the other doors
 
 

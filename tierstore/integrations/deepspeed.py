@@ -205,7 +205,10 @@ class TierCheckpointEngine(CheckpointEngine):
         Raises:
             NotFoundError: `tag`, or all that ``latest`` could mean, is not committed.
             RankError: On other ranks, where rank 0 has failed.
+            IntegrityError: Without `tag`: the newest is damaged on every tier; name an older one.
         """
+        if tag is None:
+            self.store.find_resumable()  # what a dead process left whole is committed, and what is newest is not deleted meanwhile
         agreement, what = self.store.agreement, f"looking for {tag or 'the latest DeepSpeed checkpoint'!r} of run {self.store.run!r}"
         if agreement is None:
             return choose(self.store, load_dir, tag)

@@ -191,7 +191,10 @@ def _found(checkpoint_dir: Any, home: Home) -> int:
         return reference.step
     which = "latest" if reference is None else str(reference).rpartition("@")[2]
     store, what = home.store, f"looking for {checkpoint_dir}"
-
+    if which == "latest":
+        newest = store.find_resumable()  # what a dead process left whole is committed, and it is not deleted meanwhile
+        if newest is not None:
+            return newest.step
     agreement = store.agreement
     if agreement is None:
         return _step_of_reference(store, which)
