@@ -760,6 +760,20 @@ def test_a_damaged_copy_of_a_checkpoint_is_passed_over(with_checkpoints: tuple[T
 # ---- tiers that fail
 
 
+@pytest.mark.parametrize("ack", ["authority", "durable"])
+def test_closing_returns_when_the_file_is_as_far_as_ack_says(tmp_path: Path, ack: str) -> None:
+    tiers = [*two_tiers(tmp_path), str(tmp_path / "far")]
+    named = [{"name": name, "uri": uri} for name, uri in zip(("node", "shared", "far"), tiers, strict=True)]
+    config = {"version": 1, "tiers": named, "durable_at": "far", "files": {"ack": ack}}
+    with unsynced_tiers():
+        fs = TierFileSystem(config=config)
+        with fs.open("/f", "wb") as file:
+            file.write(b"1")
+        seen = {path.relative_to(tmp_path).parts[0] for path in tmp_path.glob("*/.files/f@/*.json")}
+        assert seen >= ({"node", "shared"} if ack == "authority" else {"node", "far"})
+        fs.close()
+
+
 def test_a_damaged_copy_of_a_file_is_passed_over_and_where_all_are_bad_the_error_names_them(tmp_path: Path) -> None:
     with file_system(*two_tiers(tmp_path)) as fs:
         fs.pipe_file("/f", b"whole" * 1000)
