@@ -84,7 +84,7 @@ def stored(folder: Path, suffix: str = "") -> list[str]:
     """The files of a tier below ``.files`` by their paths, without versions: ``a/b.txt@.data``."""
     root = folder / ".files"
     names = [str(p.relative_to(root)) for p in sorted(root.rglob("*")) if p.is_file()]
-    short = [re.sub(r"/\d{10}(-[0-9A-Z]{26})?(-\d+)?(\.\w+)$", r"\3", name) for name in names]
+    short = [re.sub(r"/\d{10,15}(-[0-9A-Z]{26})?(-\d+)?(\.\w+)$", r"\3", name) for name in names]
     return [name for name in short if name.endswith(suffix)]
 
 

@@ -268,10 +268,51 @@ def test_many_overwrites_leave_one_version_on_every_tier(tmp_path: Path) -> None
     for tier in ("node", "shared", "far"):
         assert sorted(stored(tmp_path / tier)) == ["latest@.data", "latest@.json"]
     with opened(store(tmp_path)) as (session, files):
-        version = session.run(files.look_up("latest"))
-        assert version is not None
-        assert version.version == 20
         assert content(session, files, "latest") == bytes_of(19, BLOCK + 19)
+
+
+def test_what_is_written_while_the_authority_is_away_replaces_what_another_node_wrote_before(tmp_path: Path) -> None:
+    down = threading.Event()
+
+    async def hook(operation: str, path: str) -> None:
+        if down.is_set():
+            raise TemporaryError("no shared tier answers")
+
+    away = {"shared": lambda storage: Hooked(storage, hook), "far": lambda storage: Hooked(storage, hook)}
+    with opened(store(tmp_path, node="node-1")) as (session, files):
+        for number in range(5):
+            session.run(files.put("last", f"step {number}".encode()))
+    with opened(store(tmp_path, node="node-2"), wrap=away) as (session, files):
+        down.set()
+        session.run(files.put("last", b"step 5"))
+        assert content(session, files, "last") == b"step 5"
+        down.clear()
+        session.run(files.sync(30))
+        assert content(session, files, "last") == b"step 5"
+    with opened(store(tmp_path, node="node-1")) as (session, files):
+        assert content(session, files, "last") == b"step 5"
+
+
+def test_what_comes_back_after_its_tombstone_was_dropped_is_older_than_what_was_made_anew(tmp_path: Path) -> None:
+    clock = SteppedClock()
+    down = {name: failing(TemporaryError("down"), "write", "put") for name in ("shared", "far")}
+    with opened(store(tmp_path, node="node-1"), clock=clock) as (session, files):
+        for number in range(3):
+            session.run(files.put("f", f"old {number}".encode()))
+    with opened(store(tmp_path, node="node-1"), clock=clock, wrap=down, drain=None) as (session, files):
+        session.run(files.put("f", b"never carried on"))
+    with opened(store(tmp_path, node="node-2"), clock=clock) as (session, files):
+        session.run(files.remove(["f"]))
+    clock.advance(timedelta(days=8).total_seconds())
+    with Session.open(load_config(store(tmp_path, node="node-2")), clock=clock) as session:
+        session.run(sync_files(session), 60)
+    assert stored(tmp_path / "shared") == []
+    with opened(store(tmp_path, node="node-2"), clock=clock) as (session, files):
+        session.run(files.put("f", b"new"))
+    with Session.open(load_config(store(tmp_path, node="node-1")), clock=clock) as session:
+        session.run(sync_files(session), 60)
+    with opened(store(tmp_path, node="node-1"), clock=clock) as (session, files):
+        assert content(session, files, "f") == b"new"
 
 
 def test_a_forked_child_publishes_by_itself_and_leaves_its_parents_work_alone(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tierstore.errors import (
     ConflictError,
     IntegrityError,
     NotFoundError,
+    StorageError,
     TemporaryError,
     TierFullError,
     UsageError,
@@ -49,7 +50,7 @@ def test_what_was_written_is_read_back_whole_and_in_parts(tmp_path: Path, nbytes
         write(session, files, "d/f", data)
         version = session.run(files.look_up("d/f"))
         assert version is not None
-        assert (version.nbytes, version.version, version.tiers[0], version.is_folder) == (nbytes, 1, "node", False)
+        assert (version.nbytes, version.tiers[0], version.is_folder) == (nbytes, "node", False)
         assert version.published_at is not None
         for offset in (0, 1, BLOCK - 1, BLOCK, nbytes - 1, nbytes, nbytes + 5):
             for length in (0, 1, BLOCK, BLOCK + 1, None):
@@ -131,6 +132,32 @@ def test_a_spool_that_is_discarded_leaves_nothing_and_takes_nothing_more(tmp_pat
             spool.write(b"it")
         assert session.run(files.list()) == []
     assert not [p for p in (tmp_path / "node" / ".tmp").iterdir() if p.suffix != ".lock"]
+
+
+def test_after_a_write_that_failed_nothing_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = os.pwrite
+    full = threading.Event()
+
+    def pwrite(fd: int, data: Any, offset: int) -> int:
+        if full.is_set():
+            raise OSError(errno.ENOSPC, "no space left")
+        return whole(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with opened(store(tmp_path)) as (session, files):
+        write(session, files, "f", b"the old one")
+        spool = files.spool()
+        spool.write(b"the first half, ")
+        full.set()
+        with pytest.raises(TierFullError):
+            spool.write(b"and the second")
+        full.clear()
+        with pytest.raises(StorageError, match="a write failed before"):
+            spool.write(b", and the rest")
+        with pytest.raises(StorageError, match="a write failed before"):
+            session.run(files.publish("f", spool))
+        spool.discard()
+        assert content(session, files, "f") == b"the old one"
 
 
 def test_a_spool_goes_on_in_the_next_folder_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,6 +331,16 @@ def test_what_is_on_no_other_tier_is_never_evicted_the_next_tier_takes_the_new_f
         assert content(session, files, "old") == bytes_of(1, 60_000)
 
 
+def test_a_tier_that_was_passed_over_keeps_no_older_version(tmp_path: Path) -> None:
+    """Else it would be read as the newest where the authority does not answer."""
+    with opened(store(tmp_path)) as (session, files):
+        write(session, files, "f", b"older")
+    with opened(store(tmp_path), wrap={"node": failing(TierFullError("node is full"), "write", "put")}) as (session, files):
+        write(session, files, "f", b"newer")
+        assert stored(tmp_path / "node") == []
+        assert content(session, files, "f") == b"newer"
+
+
 def test_a_nearest_tier_that_refuses_does_not_keep_a_file_from_being_written(tmp_path: Path) -> None:
     broken = {"node": failing(AccessError("read-only"), "write", "put")}
     with opened(store(tmp_path), wrap=broken) as (session, files):
@@ -332,11 +369,11 @@ def test_folders_are_there_when_made_or_when_something_lies_in_them(tmp_path: Pa
         session.run(files.make_folder("made/deep"))
         session.run(files.make_folder("made/deep"))
         session.run(files.put("implied/f", b"x"))
-        assert [(one.path, one.is_folder, one.version) for one in session.run(files.list())] == [
-            ("implied", True, 0),
-            ("implied/f", False, 1),
-            ("made", True, 0),
-            ("made/deep", True, 1),
+        assert [(one.path, one.is_folder, one.version > 0) for one in session.run(files.list())] == [
+            ("implied", True, False),
+            ("implied/f", False, True),
+            ("made", True, False),
+            ("made/deep", True, True),
         ]
         session.run(files.remove(["made/deep", "implied/f"]))
         assert session.run(files.list()) == []

@@ -24,7 +24,7 @@ class FileVersion:
 
     Attributes:
         path: As people write it; empty for the root.
-        version: Counts from 1 for each path; 0 for a folder that exists only because something lies below it.
+        version: Greater than of all versions of the path before it; 0 for a folder that exists only because something lies below it.
         save_id: The ULID of this version; empty where `version` is 0.
         nbytes: The length in bytes; 0 for a folder.
         is_folder: Whether it is a folder.

@@ -51,6 +51,15 @@ class Publisher:
         self._last_id = later_save_id(self._clock.now(), self._last_id)
         return Mark(version=version, save_id=self._last_id)
 
+    def _newer_than(self, state: State) -> Mark:
+        """A mark after all that was seen of a path, and after what was not seen but published earlier.
+
+        The authority may not answer, or a tombstone may be gone that said how far others had counted. So the number is the time in
+        milliseconds, or one more than the highest, whichever is greater: a hybrid logical clock (Kulkarni et al., 2014). Clocks that
+        differ matter only for what was not seen.
+        """
+        return self.new_mark(max(state.last_version + 1, int(self._clock.now().timestamp() * 1000)))
+
     async def publish(
         self, path: str, entry: FileEntry, source: Callable[[Tier], Source], *, exclusive: bool = False, is_folder: bool = False
     ) -> tuple[FileVersion, Item]:
@@ -71,7 +80,9 @@ class Publisher:
         state = await self._looker.state(path, is_folder=is_folder)
         if exclusive:
             _refuse_if_live(state)
-        put = FilePut.of_entry(path, self.new_mark(state.last_version + 1), entry, is_folder=is_folder)
+        # Who creates exclusively counts on: racers have to claim the same number.
+        mark = self.new_mark(state.last_version + 1) if exclusive else self._newer_than(state)
+        put = FilePut.of_entry(path, mark, entry, is_folder=is_folder)
         draft = _Draft(put=put, entry=entry, to_claim=exclusive)
         failures: list[tuple[Tier, TierStoreError]] = []
         for tier in self._tiers:
@@ -97,7 +108,7 @@ class Publisher:
         removals = []
         for state in states:
             document = encode_gone(state.path, self._mover.owner, self._clock.now())
-            mark = self.new_mark(state.last_version + 1)
+            mark = self._newer_than(state)
             removals.append(FilePut(path=state.path, is_folder=state.is_folder, mark=mark, nbytes=0, kind="gone", document=document))
         done: dict[FilePut, list[str]] = {}
         try:
@@ -158,6 +169,9 @@ class Publisher:
         on_tier = state.tiers.get(tier.name, OnTier())
         on_tier.marks[put.mark] = Held(entry=put.nbytes, data=put.nbytes or None)
         await self._clean(tier, put, on_tier)
+        for nearer in self._tiers.tiers[: self._tiers.names.index(tier.name)]:  # passed over: full, or failing
+            if nearer.scope == "node" and (older := state.tiers.get(nearer.name)) is not None:
+                await self._clean(nearer, put, older)
         version = FileVersion(
             path=put.path,
             version=put.mark.version,
@@ -171,7 +185,8 @@ class Publisher:
     async def _clean(self, tier: Tier, put: FilePut, on_tier: OnTier) -> None:
         """Older versions go, but those that are still being carried on; what can't be deleted now stays for the next to find."""
         try:
-            await clean(tier, put.path, on_tier, is_folder=put.is_folder, keep=self._mover.wanted_from(tier, put.key))
+            keep = self._mover.wanted_from(tier, put.key)
+            await clean(tier, put.path, on_tier, is_folder=put.is_folder, keep=keep, than=put.mark)
         except (StorageError, NotFoundError) as error:
             log.warning("tier=%s file=%r older versions stay for now: %s", tier.name, put.path, error.message)
 

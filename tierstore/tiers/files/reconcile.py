@@ -250,6 +250,8 @@ async def _drop_tombstones(picture: FilesPicture, now: datetime) -> None:
         same = [picture.held[t.name].get(key) for t in picture.keeping]
         if not all(one is not None and one.newest == mark and len(one.marks) == 1 for one in same):
             continue
+        if any(version > mark.version for version in on_tier.claims):
+            continue  # somebody may be creating it anew right now: who comes next is to count on from the same number
         path = f"{place_of(key[0], is_folder=key[1])}/{leaf_name('gone', mark)}"
         claims = [f"{place_of(key[0])}/{version:010d}.claim" for version in on_tier.claims]
         try:

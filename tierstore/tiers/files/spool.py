@@ -51,6 +51,7 @@ class Spool:
         self._path: Path | None = None
         self._pid = os.getpid()
         self._discarded = False
+        self._torn = False
         self.nbytes = 0
 
     @property
@@ -59,15 +60,16 @@ class Spool:
         return self._path
 
     def write(self, data: Buffer) -> int:
-        """Appends bytes; returns how many.
+        """Appends bytes; returns how many. After a failure it takes no more, and gives no entry: bytes are missing then.
 
         Raises:
             ClosedError: It was discarded, or made in another process.
             TierFullError: No folder has room.
-            AccessError, StorageError: No folder can be written.
+            AccessError, StorageError: No folder can be written, or an earlier write failed.
         """
         with self._lock, memoryview(data).cast("B") as view:
             self._check()
+            self._torn = True  # until all of it is there, whatever stops it
             done = 0
             while done < view.nbytes:
                 with view[done : done + _COPY_NBYTES] as part:
@@ -75,11 +77,17 @@ class Spool:
                     self._take_in(part)
                     self.nbytes += part.nbytes
                     done += part.nbytes
+            self._torn = False
             return view.nbytes
 
     def entry(self, owner: str, created_at: str) -> FileEntry:
-        """What proves the bytes so far."""
+        """What proves the bytes so far.
+
+        Raises:
+            StorageError: A write failed: a part is missing. A text layer closes its file after a failed flush as if all were well.
+        """
         with self._lock:
+            self._check_whole()
             last = [self._hash.digest()] if self._in_block else []
             blocks = b"".join([*self._digests, *last])
         return FileEntry(
@@ -114,6 +122,11 @@ class Spool:
     def _check(self) -> None:
         if self._discarded or os.getpid() != self._pid:
             raise ClosedError("these bytes were discarded, or are being written in another process", hint="open the file again")
+        self._check_whole()
+
+    def _check_whole(self) -> None:
+        if self._torn:
+            raise StorageError("a write failed before, and its bytes are missing: nothing is published", hint="write the file anew")
 
     def _put(self, part: memoryview) -> None:
         failure: OSError | None = None
