@@ -349,6 +349,39 @@ def test_a_move_gives_files_and_folders_their_new_names(fs: TierFileSystem, fold
         fs.mv(f"{folder}/missing", f"{folder}/x")
 
 
+def test_an_index_is_moved_last_and_removed_first(fs: TierFileSystem, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash in between never leaves a torch checkpoint whose ``.metadata`` is there and whose data is not."""
+    fs.pipe({f"{folder}/a/{name}": b"x" for name in (".metadata", "__0_0.distcp", "__1_0.distcp")})
+    files = fs._opened().files
+    removed: list[Any] = []
+    remove = files.remove
+
+    async def noting(paths: Any) -> None:
+        removed.append([path.rpartition("/")[2] for path in paths])
+        await remove(paths)
+
+    monkeypatch.setattr(files, "remove", noting)
+    fs.mv(f"{folder}/a", f"{folder}/b", recursive=True)
+    made = sorted(fs.ls(f"{folder}/b"), key=lambda info: info["version"].partition("-")[2])
+    assert [info["name"].rpartition("/")[2] for info in made] == ["__0_0.distcp", "__1_0.distcp", ".metadata"]
+    fs.rm(f"{folder}/b", recursive=True)
+    assert removed == [[".metadata"], ["__0_0.distcp", "__1_0.distcp"]] * 2
+
+
+def test_after_a_flush_that_failed_a_text_file_is_not_published(fs: TierFileSystem, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`io.TextIOWrapper.close` closes what lies below it all the same, and no exception is being handled then."""
+    fs.pipe_file(f"{folder}/f", b"the old one")
+    file = fs.open(f"{folder}/f", "w")
+    file.write("a" * 100_000)
+    file.flush()
+    file.write("the end")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", lambda *args: (_ for _ in ()).throw(OSError(28, "no space left")))
+        with pytest.raises(StorageError):
+            file.close()
+    assert fs.cat_file(f"{folder}/f") == b"the old one"
+
+
 def test_a_name_that_looks_like_a_pattern_is_meant_itself_where_it_is_there(fs: TierFileSystem, folder: str) -> None:
     """As in the checkpoints of a test with a parameter: torch renames .metadata.tmp in it."""
     fs.pipe({f"{folder}/a[1]/x.tmp": b"literal", f"{folder}/a1/x.tmp": b"other"})

@@ -27,7 +27,7 @@ from tierstore.fs.nodes import Node, NotAFolderError, NotEmptyError, Unsupported
 from tierstore.fs.opened import Key, Opened, Place, close_files, known_files, open_files
 from tierstore.fs.places import inner, options_of, outer, place_of, with_config
 from tierstore.fs.streams import TierReader, TierWriter
-from tierstore.fs.tree import Range, Tree
+from tierstore.fs.tree import Range, Tree, is_index
 from tierstore.tiers.files.spool import Spool
 
 __all__ = ["TierFileSystem"]
@@ -365,10 +365,10 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
             if f"{into}/".startswith(f"{source}/"):
                 raise UsageError(f"/{source} can't be moved into itself", hint="move it elsewhere")
             moved = [node, *await tree.below(source)]
-            for each in moved:
+            for each in sorted(moved, key=is_index):
                 if each.source is not None:
                     await tree.copy(each.path, f"{into}{each.path[len(source) :]}")
-            await tree.remove(moved[::-1])
+            await tree.remove(moved)
 
         if has_magic(source) and not await self._exists(path1):
             await self._copy(path1, path2, recursive=recursive, maxdepth=maxdepth, on_error="raise")
@@ -408,8 +408,7 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
             nodes = {node.path: node for each in found for node in await below(tree, each[1:])}
             if not nodes:
                 raise NotFoundError(f"there is nothing to remove under {path!r}", hint="look with fs.ls")
-            # By name: torch's .metadata goes first, so that what is half removed never looks like a whole checkpoint.
-            await tree.remove(sorted(nodes.values(), key=lambda node: (node.is_folder, node.path)))
+            await tree.remove(list(nodes.values()))
 
         await self._there(remove, writing=True)
 

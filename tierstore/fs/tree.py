@@ -15,7 +15,7 @@ from tierstore.tiers.files.spool import Spool
 from tierstore.tiers.session import Session
 from tierstore.tiers.together import together
 
-__all__ = ["Range", "Tree"]
+__all__ = ["Range", "Tree", "is_index"]
 
 _WINDOW_NBYTES = 16 << 20
 _GAP_NBYTES = 64 << 10
@@ -210,11 +210,20 @@ class Tree:
         await self.files.make_folder(path)
 
     async def remove(self, nodes: Sequence[Node]) -> None:
-        """Removes files, and folders that somebody made; those that only hold something are gone with it."""
+        """Removes files, and folders that somebody made; those that only hold something are gone with it.
+
+        Many go at once, but indexes (`is_index`) before all others: what is half removed never looks like a whole checkpoint.
+        """
         await self.check_writable(*(node.path for node in nodes))
-        gone = [node.path for node in nodes if node.source is not None]
-        if gone:
-            await self.files.remove(gone)
+        gone = sorted((node for node in nodes if node.source is not None), key=lambda node: (node.is_folder, node.path))
+        for some in ([node for node in gone if is_index(node)], [node for node in gone if not is_index(node)]):
+            if some:
+                await self.files.remove([node.path for node in some])
+
+
+def is_index(node: Node) -> bool:
+    """Whether it may say that the files beside it are whole, as torch's ``.metadata`` does: it comes last, and goes first."""
+    return not node.is_folder and node.path.rpartition("/")[2].startswith(".")
 
 
 @dataclass(slots=True, kw_only=True)
