@@ -18,8 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from tierstore.integrations.needs import needs
+
+with needs("accelerate", extra="transformers"):
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
 
 from tierstore.errors import UsageError
 from tierstore.integrations.folders import newest_folders

@@ -23,9 +23,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from deepspeed import comm
-from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+
+from tierstore.integrations.needs import needs
+
+with needs("deepspeed", extra="deepspeed"):
+    from deepspeed import comm
+    from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
+    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 import tierstore
 from tierstore.dcp.stores import WriterStore

@@ -9,9 +9,12 @@
 
 from __future__ import annotations
 
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import ModelParallelStrategy
+from tierstore.integrations.needs import needs
+
+with needs("lightning", extra="lightning"):
+    from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import ModelParallelStrategy
 
 from tierstore.integrations.lightning_parts.contents import lightning_codecs
 from tierstore.integrations.lightning_parts.doors import CheckpointIODoor, ModelCheckpointDoor, ModelParallelDoor

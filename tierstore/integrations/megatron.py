@@ -14,15 +14,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.base import (
-    StrategyAction,
-    default_strategies,
-    get_default_strategy,
-    register_default_strategy,
-)
+from tierstore.integrations.needs import needs
+
+with needs("megatron", extra="megatron"):
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+    from megatron.core.dist_checkpointing.strategies.base import (
+        StrategyAction,
+        default_strategies,
+        get_default_strategy,
+        register_default_strategy,
+    )
 
 from tierstore.dcp.place import place_of
 from tierstore.errors import NotFoundError, UsageError

@@ -9,9 +9,12 @@
 
 from __future__ import annotations
 
-from lightning_fabric.plugins import CheckpointIO, TorchCheckpointIO
-from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.strategies import ModelParallelStrategy
+from tierstore.integrations.needs import needs
+
+with needs("pytorch_lightning", "lightning_fabric", extra="lightning"):
+    from lightning_fabric.plugins import CheckpointIO, TorchCheckpointIO
+    from pytorch_lightning.callbacks import ModelCheckpoint
+    from pytorch_lightning.strategies import ModelParallelStrategy
 
 from tierstore.integrations.lightning_parts.contents import lightning_codecs
 from tierstore.integrations.lightning_parts.doors import CheckpointIODoor, ModelCheckpointDoor, ModelParallelDoor

@@ -19,7 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from tierstore.integrations.needs import needs
+
+with needs("transformers", extra="transformers"):
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tierstore.errors import IntegrityError, UsageError
 from tierstore.integrations.folders import committed_step, newest_folders, opened
