@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from files_kit import BLOCK, bytes_of, child, content, opened, store, stored, the_file, write
+from files_kit import BLOCK, FAST, bytes_of, child, content, opened, store, stored, the_file, write
 from tiers_kit import Hooked, SteppedClock, failing, flip
 
 from tierstore.config import load_config
@@ -180,6 +182,28 @@ def test_the_next_process_of_the_node_carries_on_what_a_dead_one_left_in_its_ord
     with opened(store(tmp_path, tiers=["far"])) as (session, files):
         assert content(session, files, ".metadata") == b"second"
         assert content(session, files, "data") == bytes_of(2, 50_000)
+
+
+def test_what_an_earlier_container_left_on_this_nodes_disk_is_carried_on_once_it_must_be_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host name is another one, so that nobody can tell whether it lives; and no other node sees its files."""
+    clock = SteppedClock()
+    down = {name: failing(TemporaryError("down"), "write", "put") for name in ("shared", "far")}
+    with opened(store(tmp_path), clock=clock):
+        pass
+    with monkeypatch.context() as before:
+        before.setattr(socket, "gethostname", lambda: "pod-1")
+        with opened(store(tmp_path), clock=clock, wrap=down, drain=None) as (session, files):
+            session.run(files.put("left", b"by pod-1"))
+    with opened(store(tmp_path), clock=clock, options=replace(FAST, look_again_s=0.02)) as (session, files):
+        session.run(files.put("own", b"x"))
+        session.run(files.sync(30))
+        assert stored(tmp_path / "far", ".json") == ["own@.json"]
+        clock.advance(timedelta(minutes=11).total_seconds())
+        waited = threading.Event()
+        while "left@.json" not in stored(tmp_path / "far"):  # pytest-timeout ends it
+            assert not waited.wait(0.01)
 
 
 def test_the_files_of_a_living_process_are_left_to_it_but_a_person_may_ask(tmp_path: Path) -> None:

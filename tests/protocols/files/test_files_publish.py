@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from files_kit import BLOCK, FAST, bytes_of, child, content, opened, store, stored, the_file, write
-from tiers_kit import failing, flip
+from tiers_kit import Hooked, failing, flip
 
 from tierstore.errors import (
     AccessError,
@@ -329,6 +330,27 @@ def test_what_is_on_no_other_tier_is_never_evicted_the_next_tier_takes_the_new_f
         assert "the next tier is tried" in caplog.text
         assert "old@.data" in stored(tmp_path / "node")
         assert content(session, files, "old") == bytes_of(1, 60_000)
+
+
+def test_an_exclusive_creation_that_is_cancelled_gives_its_claim_back(tmp_path: Path) -> None:
+    reached, wait = threading.Event(), threading.Event()
+
+    async def hook(operation: str, path: str) -> None:
+        while operation == "put" and path.endswith(".json") and not wait.is_set():
+            reached.set()
+            await asyncio.sleep(0.005)
+
+    with opened(store(tmp_path), wrap={"node": lambda storage: Hooked(storage, hook)}) as (session, files):
+        creating = session.submit(files.put("f", b"cancelled", exclusive=True))
+        assert reached.wait(30)
+        assert stored(tmp_path / "shared") == ["f@.claim"]
+        creating.cancel()
+        later = threading.Event()
+        while stored(tmp_path / "shared"):  # pytest-timeout ends it
+            assert not later.wait(0.01)
+        wait.set()
+        session.run(files.put("f", b"created", exclusive=True))
+        assert content(session, files, "f") == b"created"
 
 
 def test_a_tier_that_was_passed_over_keeps_no_older_version(tmp_path: Path) -> None:

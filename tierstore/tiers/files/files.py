@@ -253,23 +253,29 @@ class Files:
 
     async def _take_over(self) -> None:
         """One process of a node does it, and has the lock until what it took over is where it should be."""
-        lock = RunLock(lock_path(self._tiers, FILES_LOCK), FILES_LOCK)
         try:
-            async with lock.hold():
-                picture = await look_at_files(self._tiers)
-                now = self._session.clock.now()
-                items, _ = await take_over(picture.lacking(now=now), self._mover, now=now)
-                self._looked.set()
-                await tidy(picture, self._mover, self._session.clock)
-                await self._mover.wait_for_all(items)
-            if picture.complete:
-                self._looker.restored()
+            while await self._take_over_now():  # noqa: ASYNC110 - nobody tells when another process is dead
+                await asyncio.sleep(self._options.look_again_s)
         except LockedError as error:
             log.debug("another process of this node carries on what was left: %s", error.message)
         except TierStoreError as error:
             log.warning("what other processes left is not carried on now, `tierstore sync` does it: %s", error.message)
         finally:
             self._looked.set()
+
+    async def _take_over_now(self) -> bool:
+        """Returns whether to look again later."""
+        lock = RunLock(lock_path(self._tiers, FILES_LOCK), FILES_LOCK)
+        async with lock.hold():
+            picture = await look_at_files(self._tiers)
+            now = self._session.clock.now()
+            taken = await take_over(picture.lacking(now=now), self._mover, now=now)
+            self._looked.set()
+            await tidy(picture, self._mover, self._session.clock)
+            await self._mover.wait_for_all(taken.items)
+        if picture.complete:
+            self._looker.restored()
+        return taken.to_look_again
 
     async def _acknowledge(self, item: Item) -> None:
         if self._ack == "nearest":

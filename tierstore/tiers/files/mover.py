@@ -43,6 +43,8 @@ class MoverOptions:
     retry_most_s: float = 60.0
     patience_s: float = 60.0
     """A drain without a deadline gives up on a tier that has failed for so long. Nothing is lost: the next process goes on."""
+    look_again_s: float = 600.0
+    """After how long this process looks again at what it left to others, see `reconcile.TakenOver`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

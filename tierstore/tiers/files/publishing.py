@@ -84,19 +84,27 @@ class Publisher:
         mark = self.new_mark(state.last_version + 1) if exclusive else self._newer_than(state)
         put = FilePut.of_entry(path, mark, entry, is_folder=is_folder)
         draft = _Draft(put=put, entry=entry, to_claim=exclusive)
-        failures: list[tuple[Tier, TierStoreError]] = []
+        try:
+            tier = await self._on_one(draft, source)
+        except BaseException:
+            await to_the_end(self._give_up(draft))
+            raise
+        return await self._published(tier, draft.put, entry, state)
+
+    async def _on_one(self, draft: _Draft, source: Callable[[Tier], Source]) -> Tier:
+        """Publishes on the nearest tier that takes it, and returns that; errors as `publish`."""
+        failures: list[TierStoreError] = []
         for tier in self._tiers:
             try:
                 await ensure_tier(self._tiers, tier)
                 await still_there(self._tiers, tier)
                 await self._on(tier, draft, source(tier))
             except (StorageError, NotFoundError) as error:
-                failures.append((tier, error))
-                log.warning("tier=%s file=%r is not taken here, the next tier is tried: %s", tier.name, path, error.message)
+                failures.append(error)
+                log.warning("tier=%s file=%r is not taken here, the next tier is tried: %s", tier.name, draft.put.path, error.message)
             else:
-                return await self._published(tier, draft.put, entry, state)
-        await self._give_up(draft)
-        raise failures[0][1]
+                return tier
+        raise failures[0]
 
     async def remove(self, states: Sequence[State]) -> None:
         """Removes paths, many at once: tombstones on the authority, then on the node's own tiers; the mover carries them to the others.
@@ -199,7 +207,7 @@ class Publisher:
             log.debug("tier=%s leftovers stay: %s", tier.name, error.message)
 
     async def _give_up(self, draft: _Draft) -> None:
-        """No tier took it: gives the claim back, so that others may create the file."""
+        """It was not published: gives the claim back, so that others may create the file."""
         if draft.claimed:
             with suppress(TierStoreError):
                 await self._tiers.authority.storage.delete([claim_path(draft.put.path, draft.put.mark.version)])
@@ -213,19 +221,9 @@ class Publisher:
             ConflictError: Somebody else was first.
             StorageError: The authority can't tell.
         """
-        authority, path = self._tiers.authority, draft.put.path
+        path = draft.put.path
         for _ in range(_CLAIMS):
-            claim = encode_claim(path, self._mover.owner, secrets.token_hex(16), self._clock.now())
-            reach("files.before-claim")
-            try:
-                await authority.storage.create(claim_path(path, draft.put.mark.version), claim)
-            except ConflictError as error:
-                if not _is_dead(error.context.get("existing")):
-                    raise ConflictError(
-                        f"{path!r} is being created by another process, or was",
-                        hint="open it once it is there; if its creator is gone for good, remove it and create it again",
-                        path=path,
-                    ) from error
+            if not draft.claimed and not await self._create_claim(draft):
                 _refuse_if_live(await self._looker.state(path))
                 await self._renumber(tier, draft, draft.put.mark.version + 1)
                 continue
@@ -235,14 +233,32 @@ class Publisher:
             if now.last_version >= draft.put.mark.version:  # created and removed by others meanwhile
                 await self._renumber(tier, draft, now.last_version + 1)
                 continue
-            draft.to_claim, draft.claimed = False, True
+            draft.to_claim = False
             return
         raise ConflictError(f"{path!r} has too many claims of dead processes", hint="remove it and create it again", path=path)
+
+    async def _create_claim(self, draft: _Draft) -> bool:
+        """Returns whether the number is ours now; False: it belongs to a process that died. Errors as `_claim`."""
+        authority, put = self._tiers.authority, draft.put
+        claim = encode_claim(put.path, self._mover.owner, secrets.token_hex(16), self._clock.now())
+        reach("files.before-claim")
+        try:
+            await authority.storage.create(claim_path(put.path, put.mark.version), claim)
+        except ConflictError as error:
+            if _is_dead(error.context.get("existing")):
+                return False
+            raise ConflictError(
+                f"{put.path!r} is being created by another process, or was",
+                hint="open it once it is there; if its creator is gone for good, remove it and create it again",
+                path=put.path,
+            ) from error
+        draft.claimed = True
+        return True
 
     async def _renumber(self, tier: Tier, draft: _Draft, version: int) -> None:
         """The same bytes under another number; on the same tier they are there already, under the old name."""
         old = draft.put
-        draft.put = FilePut.of_entry(old.path, self.new_mark(version), draft.entry, is_folder=old.is_folder)
+        draft.put, draft.claimed = FilePut.of_entry(old.path, self.new_mark(version), draft.entry, is_folder=old.is_folder), False
         if old.nbytes:
             local = tier.storage.local_path(old.data_path)
             source = StorageSource(tier.storage, old.data_path, old.nbytes)
@@ -252,7 +268,7 @@ class Publisher:
 
 @dataclass(slots=True, kw_only=True)
 class _Draft:
-    """What is being published: under which number, and whether that has still to be claimed."""
+    """What is being published: under which number, whether that has still to be claimed for good, and whether its claim is ours."""
 
     put: FilePut
     entry: FileEntry

@@ -23,7 +23,7 @@ from tierstore.tiers.files.placing import FilePut, clean
 from tierstore.tiers.tier import Tier, Tiers, recheck
 from tierstore.tiers.together import together
 
-__all__ = ["FILES_LOCK", "FilesPicture", "Lacking", "look_at_files", "take_over", "tidy"]
+__all__ = ["FILES_LOCK", "FilesPicture", "Lacking", "TakenOver", "look_at_files", "take_over", "tidy"]
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,22 @@ class Lacking:
     nbytes: int
     at: tuple[Tier, ...]
     targets: tuple[Tier, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenOver:
+    """What came of `take_over`.
+
+    Attributes:
+        items: What is on its way now.
+        unreadable: What can't be carried on, because no copy of what proves it can be read.
+        to_look_again: This node's own tiers hold what was left to a process of which nobody knows whether it lives: an earlier container
+            on the same disk, most likely. Nobody else sees these tiers, so that somebody here has to look again.
+    """
+
+    items: tuple[Item, ...]
+    unreadable: tuple[tuple[Lacking, TierStoreError], ...]
+    to_look_again: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,9 +155,7 @@ async def look_at_files(tiers: Tiers) -> FilesPicture:
     return FilesPicture(tiers=tiers, held=held, failures=failures)
 
 
-async def take_over(
-    lacking: list[Lacking], mover: Mover, *, now: datetime, all_of_them: bool = False
-) -> tuple[list[Item], list[tuple[Lacking, TierStoreError]]]:
+async def take_over(lacking: list[Lacking], mover: Mover, *, now: datetime, all_of_them: bool = False) -> TakenOver:
     """Hands what tiers lack to the mover, in the order of publication.
 
     Args:
@@ -149,11 +163,8 @@ async def take_over(
         mover: Who carries it on.
         now: The wall time; it steers only who does the work.
         all_of_them: Also what a process published that may be alive: for a person who asks for it.
-
-    Returns:
-        What is on its way now, and what can't be carried on, because no copy of what proves it can be read.
     """
-    items, unreadable = [], []
+    items, unreadable, to_look_again = [], [], False
     for one, found in zip(lacking, await together(_read, lacking), strict=True):
         if isinstance(found, NotFoundError):  # it went since it was listed
             continue
@@ -162,14 +173,17 @@ async def take_over(
             unreadable.append((one, found))
             continue
         put, entry, owner = found
-        if mover.knows(put) or (not all_of_them and _is_cared_for(owner, one.mark, mover.owner, now)):
+        if mover.knows(put):
+            continue
+        if not all_of_them and _is_cared_for(owner, one.mark, mover.owner, now):
+            to_look_again |= owner_is_alive(owner) is None and any(tier.scope == "node" for tier in one.at)
             continue
         item = Item(put=put, entry=entry if not put.is_folder else None)
         mover.add(item, one.targets)
         items.append(item)
     if items:
         log.info("%d files that other processes left are carried on", len(items))
-    return items, unreadable
+    return TakenOver(items=tuple(items), unreadable=tuple(unreadable), to_look_again=to_look_again)
 
 
 async def tidy(picture: FilesPicture, mover: Mover, clock: Clock) -> None:

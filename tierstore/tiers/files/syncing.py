@@ -64,7 +64,7 @@ async def sync_files(
             lacking = picture.lacking(now=clock.now(), only=only)
             if dry_run:
                 return FilesReport(lacking=tuple(lacking))
-            items, unreadable = await take_over(lacking, mover, now=clock.now(), all_of_them=True)
+            taken = await take_over(lacking, mover, now=clock.now(), all_of_them=True)
             try:
                 await mover.drain(None)
             except DeadlineError as error:
@@ -74,8 +74,8 @@ async def sync_files(
             left = tuple(mover.pending())
             if not left:
                 await tidy(await look_at_files(tiers), mover, clock)
-            failed = [(item.put.path, tier, error) for item in items for tier, error in item.failures.items()]
-            failed += [(one.path, tier.name, error) for one, error in unreadable for tier in one.targets]
+            failed = [(item.put.path, tier, error) for item in taken.items for tier, error in item.failures.items()]
+            failed += [(one.path, tier.name, error) for one, error in taken.unreadable for tier in one.targets]
             return FilesReport(lacking=tuple(lacking), left=left, failed=tuple(failed))
     except LockedError as error:
         return FilesReport(waiting=error.message)
