@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import pickle
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -191,6 +194,15 @@ class StoreConfig(Model):
                 }
                 return self.retention.model_copy(update=given) if self.retention else RetentionConfig(**given)
         return self.retention
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal configurations, however they were made, secrets included; tells nothing of them.
+
+        A pickle of the whole would not do: it depends on which of its equal strings are one object.
+        """
+        told = json.dumps(self.model_dump(), sort_keys=True, default=lambda value: pickle.dumps(value).hex())
+        return hashlib.sha256(told.encode()).hexdigest()
 
     def redacted(self) -> dict[str, Any]:
         """All values as JSON can hold them, with every secret in `options` replaced by ``***``."""

@@ -707,3 +707,15 @@ def test_any_text_is_a_configuration_or_a_config_error(tmp_path_factory: pytest.
     with pytest.raises(ConfigError) as caught:
         load_config(path, env={})
     assert caught.value.hint
+
+
+def test_equal_configurations_have_one_fingerprint_whichever_of_their_texts_are_one_object() -> None:
+    def told(name: str, durable_at: str, key: str = "a") -> str:
+        options = {"key": key, "secret": "b"}
+        return load_config({"tiers": [{"name": name, "uri": "s3://bucket/x", "options": options}], "durable_at": durable_at}).fingerprint
+
+    once = "".join(["sha", "red"])
+    assert told(once, once) == told(once, "".join(["sha", "red"]))
+    config = load_config({"tiers": [{"name": once, "uri": "/x", "durable": True}], "durable_at": once})
+    assert pickle.loads(pickle.dumps(config)).fingerprint == config.fingerprint  # noqa: S301 - our own
+    assert told(once, once, key="another") != told(once, once)

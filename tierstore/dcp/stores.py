@@ -12,8 +12,6 @@ makes two stores differ; a store that was closed, or that belongs to the parent 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import pickle
 import threading
 from dataclasses import dataclass, field
 
@@ -78,7 +76,7 @@ _LOCK = threading.Lock()
 
 def shared_store(config: StoreConfig, *, rank: int, world_size: int) -> tuple[Key, WriterStore]:
     """This process's store for `config` (with its run) as `rank` of `world_size`; opened if it is not yet; errors as `tierstore.open`."""
-    key = (hashlib.sha256(pickle.dumps(config)).hexdigest(), config.run or "", rank, world_size)
+    key = (config.fingerprint, config.run or "", rank, world_size)
     with _LOCK:
         known = _OPEN.get(key)
         if known is None or not known.store.usable:

@@ -11,10 +11,8 @@ code gives us no object that lives from one call to the next.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
-import pickle
 import threading
 from dataclasses import dataclass
 
@@ -41,7 +39,7 @@ class Place:
 
     @property
     def key(self) -> Key:
-        return hashlib.sha256(pickle.dumps(self.config)).hexdigest(), self.ack
+        return self.config.fingerprint, self.ack
 
 
 class Opened:
