@@ -178,7 +178,7 @@ class TierCheckpointCallback(TrainerCallback):
         durable = {step for step, ticket in self._tickets.items() if ticket.done("durable")}
         if self._resumed_step is not None and durable:
             durable.add(self._resumed_step)  # training began from it, and what came after is safe
-        old = sorted(local)[: len(local) - self._keep_local] if self._keep_local else sorted(local)
+        old = sorted(local)[: max(0, len(local) - self._keep_local)]
         for step in old:
             if step in durable and local[step].name not in best:
                 _remove(local[step])
