@@ -147,7 +147,7 @@ def test_a_tier_that_hangs_does_not_hold_the_process_past_the_deadline(tmp_path:
         proxy.add(Rule(method="PUT", path="shard-", action="stall", times=ENDLESS))
         far = {"name": "far", "uri": s3_bucket, "options": {**s3_server.options(), "endpoint_url": proxy.endpoint_url}}
         tiers = [*tiers_of(tmp_path), far]
-        with Process(train, tmp_path, tiers=tiers, total=ENDLESS, deadline="2s") as process:
+        with Process(train, tmp_path, tiers=tiers, total=ENDLESS, deadline="5s") as process:
             told = until(process, 3)
             process.signal(signal.SIGTERM)
             said = list(told)
@@ -156,7 +156,7 @@ def test_a_tier_that_hangs_does_not_hold_the_process_past_the_deadline(tmp_path:
     assert said[-3]["saved"]
     assert steps_in(tmp_path) == [last]
     errors = process.errors.read_text()
-    assert f"the deadline of 2 s is over: run 'job': not done in the time that was left: far: steps {last}" in errors
+    assert f"the deadline of 5 s is over: run 'job': not done in the time that was left: far: steps {last}" in errors
     assert "tierstore sync" in errors
 
 
