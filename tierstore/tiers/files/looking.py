@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -17,7 +18,7 @@ from tierstore.errors import NotFoundError, StorageError, TierStoreError
 from tierstore.storage.contract import FileInfo
 from tierstore.tiers.files.entry import FileVersion
 from tierstore.tiers.files.places import ROOT, Mark, check_path, decode_name, folder_place, parse_place, place_of
-from tierstore.tiers.tier import Tier, Tiers, recheck
+from tierstore.tiers.tier import Tier, Tiers, recheck, still_there
 from tierstore.tiers.together import together
 
 __all__ = ["Held", "Key", "Looker", "OnTier", "State", "group"]
@@ -30,6 +31,8 @@ Key = tuple[str, bool]
 _T = TypeVar("_T")
 _PROBES = 8
 """How many names of a folder are looked at before everything below it is listed."""
+_SLOW_S, _AWAY_S = 1.0, 5.0
+"""A tier that failed only after so long (its storage had tried again and again) is not asked again for so long, in seconds."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,6 +137,11 @@ class Looker:
         self.tiers = tiers
         self._warned: set[str] = set()
         self._lost: bool | None = None
+        self._away: dict[str, tuple[float, StorageError]] = {}
+
+    def answered(self, tier: Tier) -> None:
+        """A tier has just answered somebody: the next look asks it, whatever it did before."""
+        self._away.pop(tier.name, None)
 
     def restored(self) -> None:
         """The authority holds what it should: further tiers need not be asked any more."""
@@ -218,8 +226,7 @@ class Looker:
 
         async def one(tier: Tier) -> None:
             try:
-                await recheck(self.tiers, tier)
-                found[tier.name] = await ask(tier)
+                found[tier.name] = await self._from_one(tier, ask)
             except (StorageError, NotFoundError) as error:
                 failures[tier.name] = error
                 if tier.name not in self._warned:
@@ -235,6 +242,23 @@ class Looker:
             if done is not None:
                 raise done
         return found, failures
+
+    async def _from_one(self, tier: Tier, ask: Callable[[Tier], Awaitable[_T]]) -> _T:
+        """A tier's answer. An empty mount point is none, and one that is down does not cost each look all retries of its storage."""
+        since, failure = self._away.get(tier.name, (0.0, None))
+        begun = time.monotonic()
+        if failure is not None and begun - since < _AWAY_S:
+            raise failure
+        try:
+            await recheck(self.tiers, tier)
+            await still_there(self.tiers, tier)
+            answer = await ask(tier)
+        except StorageError as error:
+            if time.monotonic() - begun >= _SLOW_S:
+                self._away[tier.name] = time.monotonic(), error
+            raise
+        self._away.pop(tier.name, None)
+        return answer
 
     async def _authority_lost(self) -> bool:
         """Whether the authority holds no files at all though further tiers do, which were its own then; asked once."""

@@ -432,7 +432,7 @@ class Mover:
         while any(lane.items for lane in self._lanes.values()):
             left = 1.0 if end is None else min(1.0, end - time.monotonic())
             if left <= 0:
-                raise self._late(f"within {timeout_s:g} s")
+                raise self._late(f"within {round(timeout_s or 0.0, 1):g} s")
             if end is None:
                 failing = [lane for lane in self._lanes.values() if lane.items]
                 if all(lane.failing_s > self.options.patience_s for lane in failing):

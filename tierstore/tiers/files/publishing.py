@@ -100,6 +100,8 @@ class Publisher:
                 await still_there(self._tiers, tier)
                 await self._on(tier, draft, source(tier))
             except (StorageError, NotFoundError) as error:
+                if draft.claiming:  # the authority can't tell: for another tier it would be asked the same
+                    raise
                 failures.append(error)
                 log.warning("tier=%s file=%r is not taken here, the next tier is tried: %s", tier.name, draft.put.path, error.message)
             else:
@@ -165,7 +167,9 @@ class Publisher:
                 log.info("tier=%s file=%r has room now: %s", tier.name, placed.path, error.message)
                 await place_data(tier, placed, source, self._context.limits)
             if draft.to_claim:
+                draft.claiming = True
                 await self._claim(tier, draft)
+                draft.claiming = False
             await place_entry(tier, draft.put)
         except BaseException:
             await to_the_end(self._take_back(tier, {placed, draft.put}))
@@ -241,6 +245,8 @@ class Publisher:
         """Returns whether the number is ours now; False: it belongs to a process that died. Errors as `_claim`."""
         authority, put = self._tiers.authority, draft.put
         claim = encode_claim(put.path, self._mover.owner, secrets.token_hex(16), self._clock.now())
+        await ensure_tier(self._tiers, authority)
+        await still_there(self._tiers, authority)  # a claim on an empty mount point is won by everybody
         reach("files.before-claim")
         try:
             await authority.storage.create(claim_path(put.path, put.mark.version), claim)
@@ -253,6 +259,7 @@ class Publisher:
                 path=put.path,
             ) from error
         draft.claimed = True
+        self._looker.answered(authority)
         return True
 
     async def _renumber(self, tier: Tier, draft: _Draft, version: int) -> None:
@@ -273,6 +280,7 @@ class _Draft:
     put: FilePut
     entry: FileEntry
     to_claim: bool
+    claiming: bool = False
     claimed: bool = False
 
 
