@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 
 import tierstore
-from tierstore.errors import DeadlineError, NotFoundError, SaveError, UnsupportedTypeError, UsageError
+from tierstore.errors import ConfigError, DeadlineError, NotFoundError, SaveError, UnsupportedTypeError, UsageError
 from tierstore.integrations.lightning import TierCheckpointIO, TierModelCheckpoint, TierModelParallelStrategy, lightning_codecs
 from tierstore.integrations.lightning_parts.pointers import Pointer, read_pointer, write_pointer
 from tierstore.integrations.lightning_parts.publishing import Publisher
@@ -211,6 +211,22 @@ def test_weights_alone_do_not_supersede_the_whole_checkpoint_of_an_earlier_proce
     assert "optimizer_states" in io.load_checkpoint(folder / "last.ckpt")
     assert "optimizer_states" not in io.load_checkpoint(folder / "weights.ckpt")
     io.teardown()
+
+
+def test_a_training_that_was_not_resumed_says_what_it_supersedes(
+    tmp_path: Path, tiers: list[str], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    callbacks = [ModelCheckpoint(folder, save_last=True)]
+    fit(TierCheckpointIO(tiers, run="r"), callbacks, tmp_path, max_epochs=1)
+    fit(TierCheckpointIO(tiers, run="r"), callbacks, tmp_path, max_epochs=2, ckpt_path=folder / "last.ckpt")
+    assert "already" not in caplog.text
+    fit(TierCheckpointIO(tiers, run="r"), [ModelCheckpoint(tmp_path / "other")], tmp_path, max_epochs=1, ckpt_path="last")
+    assert 'run=r has step 12 already, and this training, which was not resumed, saves step 6. fit(ckpt_path="@latest")' in caplog.text
+
+
+def test_a_mistake_in_the_configuration_is_told_before_training(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no configuration file .*absent\.yaml"):
+        TierCheckpointIO(tmp_path / "absent.yaml")
 
 
 # ---- pointers: pruned, replaced, followed

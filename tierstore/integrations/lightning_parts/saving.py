@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import torch.distributed as dist
 
 import tierstore
+from tierstore.config import load_config
 from tierstore.errors import NotFoundError, SaveError, TierStoreError, UsageError
 from tierstore.format.objects import ObjectCodecs
 from tierstore.integrations.lightning_parts.contents import (
@@ -94,6 +95,8 @@ class Body:
             raise UsageError(f"wait is {wait!r}", hint="say 'staged', 'committed' or 'durable'")
         if isinstance(source, Store) and any(option is not None for option in (run, retention, codecs)):
             raise UsageError("run, retention and codecs belong to opening a store", hint="give them to tierstore.open(...)")
+        if not isinstance(source, Store):
+            load_config(source, run=run, retention=retention)  # a mistake in it is told now, and not at the first save, after an epoch
         self._plain = plain
         self._wait_for: Wait = wait
         self._source, self._run, self._retention, self._codecs = source, run, retention, codecs
@@ -107,6 +110,7 @@ class Body:
         self._last: _Last | None = None
         self._going_on_from: Checkpoint | None = None
         self._loaded_from = ""
+        self._begun = False  # whether this process has loaded or saved something
         self._pid = os.getpid()
         self._exit_hook: ExitHook | None = None
 
@@ -167,6 +171,7 @@ class Body:
         tags = [TAG, *options.get("tags", ())]
         with explained():
             seen = pictures_of(checkpoint, self.store().codecs)
+            self._warn_of_later_steps(checkpoint[_STEP])
             last = self._last_at(checkpoint[_STEP])
             way = self._way(last, checkpoint, seen, ranks)
             if way == "differs" and ranks is None:
@@ -185,6 +190,19 @@ class Body:
             last.ticket.wait("committed")
             self._publisher.settle(where)
             self._publisher.raise_error()
+
+    def _warn_of_later_steps(self, step: int) -> None:
+        """At the first save of a training that was not resumed: what it saves takes the place of what the run has at the same steps."""
+        begun, self._begun = self._begun, True
+        newest = None if begun else self.store().latest()
+        if newest is not None and newest.step >= step and self.store().rank == 0:
+            log.warning(
+                'run=%s has step %d already, and this training, which was not resumed, saves step %d. fit(ckpt_path="@latest") goes on '
+                "from there; something new is a run with another name",
+                self.store().run,
+                newest.step,
+                step,
+            )
 
     def _save_anew(
         self,
@@ -277,6 +295,7 @@ class Body:
         where = path_of(path)
         pointer = self.find(where)
         if pointer is None:
+            self._begun = True
             return self._plain.load_checkpoint(where, map_location=map_location, weights_only=weights_only)
         store = self.store()
         opened = store.open_checkpoint(f"{pointer.run}@{pointer.step}")
@@ -318,6 +337,7 @@ class Body:
         """Keeps what training goes on from, until a later save is durable."""
         with self._lock:
             before, self._going_on_from = self._going_on_from, opened
+            self._begun = self._begun or opened is not None
         if before is not None:
             before.close()
 
