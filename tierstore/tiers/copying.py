@@ -49,6 +49,8 @@ class CopyContext:
     budget: ByteBudget
     files: asyncio.Semaphore
     """How many files are in flight at once."""
+    files_in_flight: int = 4
+    """The same as a number, for whoever lets each tier have so many."""
     limits: Mapping[str, Bandwidth] = field(default_factory=dict)
     """Tier name → the limiter that all writes to it share."""
     progress: Progress = NO_PROGRESS
@@ -84,6 +86,7 @@ class CopyContext:
             clock=clock,
             budget=ByteBudget(budget_nbytes),
             files=asyncio.Semaphore(files_in_flight),
+            files_in_flight=files_in_flight,
             limits=limits,
             progress=progress,
         )

@@ -295,6 +295,16 @@ def test_many_overwrites_leave_one_version_on_every_tier(tmp_path: Path) -> None
         assert content(session, files, "latest") == bytes_of(19, BLOCK + 19)
 
 
+def test_a_tier_that_hangs_takes_no_turns_of_the_others(tmp_path: Path) -> None:
+    gate = Gate(".files")
+    with opened(store(tmp_path, io={"block_size": "4KiB", "threads": 2}), wrap={"far": gate.wrap}, ack="authority") as (session, files):
+        for number in range(6):
+            session.run(files.put(f"f{number}", b"x" * (number + 1)), 30)
+            assert gate.reached.wait(30)
+        assert len(stored(tmp_path / "shared", ".json")) == 6
+        gate.open.set()
+
+
 def test_what_is_written_while_the_authority_is_away_replaces_what_another_node_wrote_before(tmp_path: Path) -> None:
     down = threading.Event()
 

@@ -89,6 +89,7 @@ class Lane:
         self._mover = mover
         self.tier = tier
         self._items: list[Item] = []
+        self._slots = asyncio.Semaphore(mover.context.files_in_flight)  # its own: a tier that hangs must not take those of the others
         self._carrying: dict[Item, asyncio.Task[bool]] = {}
         self._done: dict[Item, int] = {}
         self._seen: dict[Item, tuple[int, OnTier]] = {}
@@ -228,7 +229,7 @@ class Lane:
             return False
         await ensure_tier(context.tiers, tier)
         await still_there(context.tiers, tier)
-        async with context.files:
+        async with self._slots:
             if self._mover.is_removed(item):
                 return False
             self._seen[item] = self._times.get(item.key, 0), await on_this(tier, put)  # ahead, as its entry is put in its turn
