@@ -324,6 +324,30 @@ def test_writes_survive_deletions_that_take_their_folder_away(tmp_path: Path) ->
     assert _leftovers(tmp_path) == []
 
 
+def test_a_folder_that_another_writer_made_and_a_deletion_took_at_that_instant_is_made_again(tmp_path: Path) -> None:
+    """Found in a loaded CI: "Not a directory: a file has the name of a folder that is needed"."""
+
+    class OnceTaken(OsSyscalls):
+        taken = False
+
+        def mkdir(self, path: str) -> None:
+            if path.endswith("/b") and not self.taken:
+                self.taken = True
+                raise FileExistsError(errno.EEXIST, "exists", path)
+            super().mkdir(path)
+
+    async def main() -> None:
+        storage = PosixStorage(tmp_path, syscalls=OnceTaken())
+        await storage.put("a/b/1", b"x")
+        assert await storage.read("a/b/1") == b"x"
+        (tmp_path / "file").write_bytes(b"")
+        with pytest.raises(StorageError, match="Not a directory"):
+            await storage.put("file/1", b"x")
+        await storage.close()
+
+    asyncio.run(main())
+
+
 @pytest.fixture
 def tiny(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 16 MiB."""

@@ -79,7 +79,8 @@ class Tree:
             try:
                 self.syscalls.mkdir(path)
             except FileExistsError:
-                if not os.path.isdir(path):
+                # Or it existed: a deletion took the folder away that another writer had just made. Then `into_folder` tries again.
+                if not stat.S_ISDIR(os.stat(path).st_mode):
                     raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
             if self.durable and not path.startswith(self.root + "/"):
                 self.syscalls.fsync_folder(os.path.dirname(path))
