@@ -1,20 +1,23 @@
-"""Saves from Lightning: how long training stands still, and until the bytes are on the disk, against Lightning's own plugins."""
+"""Saves from Lightning: how long training stands still, until the bytes are on the disk, and loading, against Lightning's own plugins."""
 
 from __future__ import annotations
 
 import logging
-import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import Table, arguments, change, scratch, settle, state_nbytes, training_state
+from common import arguments, change, scratch, state_nbytes, training_state
+from contest import DURABLE, ONE_NOTE, Contender, compete, fsync_all, nothing
 
 warnings.simplefilter("ignore")
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO  # noqa: E402
 
 from tierstore.integrations.lightning import TierCheckpointIO  # noqa: E402
+
+OWN_NOTE = "neither syncs nor hashes; 'fsynced' is the same save, its file synced after it"
 
 
 def checkpoint_of(state: dict[str, dict[str, torch.Tensor]], step: int) -> dict[str, Any]:
@@ -37,43 +40,66 @@ def checkpoint_of(state: dict[str, dict[str, torch.Tensor]], step: int) -> dict[
     }
 
 
-def save(io: Any, checkpoint: dict[str, Any], path: Path, stall: Table, total: Table, name: str) -> None:
-    """One save, and what it takes until the plugin has nothing left to do; a plugin that is ended is begun anew by its next save."""
-    settle()
-    began = time.perf_counter()
-    io.save_checkpoint(checkpoint, path)
-    stall.add(name, time.perf_counter() - began)
-    if isinstance(io, TierCheckpointIO):
-        io.body._publisher.settle(str(path))  # committed: synced, digests and all; and the pointer is there
-    else:
-        io.teardown()
-    total.add(name, time.perf_counter() - began)
+def stock(name: str, plugin: Any, root: Path, checkpoint: Callable[[int], dict[str, Any]], written: Callable[[], object]) -> Contender:
+    root.mkdir()
+    path = root / "epoch.ckpt"
+    return Contender(
+        name=name,
+        note=OWN_NOTE,
+        save=lambda step: plugin.save_checkpoint(checkpoint(step), path),
+        until={"written": written, "fsynced": lambda: fsync_all(root)},
+        load=lambda step: plugin.load_checkpoint(path),
+        files=root,
+    )
+
+
+def ours(name: str, io: TierCheckpointIO, root: Path, checkpoint: Callable[[int], dict[str, Any]], *, last: bool) -> Contender:
+    """With `last` what is measured is ``last.ckpt``, saved after another path at the same step, with other values of callbacks."""
+    epoch, path = root / "epoch.ckpt", root / ("last.ckpt" if last else "epoch.ckpt")
+
+    def settled(of: Path) -> None:
+        io.body._publisher.settle(str(of))  # committed: synced, digests and all; and the pointer is there
+
+    def before(step: int) -> None:
+        if last:
+            io.save_checkpoint(checkpoint(step), epoch)
+            settled(epoch)
+
+    return Contender(
+        name=name,
+        note=("a second path at one step; the first one's save is not counted; " if last else "") + ONE_NOTE,
+        prepare=before,
+        save=lambda step: io.save_checkpoint({**checkpoint(step), **({"callbacks": {}} if last else {})}, path),
+        until={DURABLE: lambda: settled(path)},
+        load=lambda step: io.load_checkpoint(path),
+        files=root,
+    )
 
 
 def main() -> None:
     args = arguments(__doc__ or "")
     logging.getLogger("tierstore").setLevel(logging.ERROR)
     state = training_state(args.nbytes)
-    nbytes = state_nbytes(state)
-    stock, threaded, ours, last = "TorchCheckpointIO", "AsyncCheckpointIO", "TierCheckpointIO", "TierCheckpointIO, last.ckpt beside it"
-    stall = Table("Stall: how long save_checkpoint keeps training", nbytes, stock)
-    total = Table("Until the save is done (ours: committed, synced and with digests; Lightning's: written, not synced)", nbytes, stock)
+
+    made: dict[int, dict[str, Any]] = {}
+
+    def advance(step: int) -> None:
+        change(state)
+        made[step] = checkpoint_of(state, step)
+
     with scratch(args.directory) as root:
-        plugins = {stock: TorchCheckpointIO(), threaded: AsyncCheckpointIO(TorchCheckpointIO())}
-        io = TierCheckpointIO([str(root / "node")], run="bench")
-        for warm in (0, 1):  # the images are allocated once
-            io.save_checkpoint(checkpoint_of(state, warm), root / "warm.ckpt")
-            io.body._publisher.settle(str(root / "warm.ckpt"))
-        for turn in range(2, args.repeat + 2):
-            change(state)
-            checkpoint = checkpoint_of(state, turn)
-            for name, plugin in plugins.items():
-                save(plugin, checkpoint, root / f"{name}.ckpt", stall, total, name)
-            save(io, checkpoint, root / "epoch.ckpt", stall, total, ours)
-            save(io, {**checkpoint, "callbacks": {}}, root / "last.ckpt", stall, total, last)
-        io.teardown()
-    stall.show()
-    total.show()
+        threaded = AsyncCheckpointIO(TorchCheckpointIO())  # ended after each save, and begun anew by the next
+        keep = {"keep": [{"last": 2}]}
+        ios = [TierCheckpointIO([str(root / place / "node")], run="bench", retention=keep) for place in ("ours", "ours-last")]
+        contenders = [
+            stock("TorchCheckpointIO", TorchCheckpointIO(), root / "torch", made.__getitem__, nothing),
+            stock("AsyncCheckpointIO", threaded, root / "threaded", made.__getitem__, threaded.teardown),
+            ours("TierCheckpointIO", ios[0], root / "ours", made.__getitem__, last=False),
+            ours("TierCheckpointIO, last.ckpt", ios[1], root / "ours-last", made.__getitem__, last=True),
+        ]
+        compete("Lightning", state_nbytes(state), contenders, advance, args.repeat)
+        for io in ios:
+            io.teardown()
 
 
 if __name__ == "__main__":

@@ -94,8 +94,11 @@ class Table:
             print(f"  {name:<58}{median:9.3f} s  {self.nbytes / median / 1e9:7.2f} GB/s  x{median / base:7.2f}   ({spread})")
 
 
-def arguments(description: str, *, nbytes: str = "1GiB", repeat: int = 5) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description)
+def arguments(
+    description: str, *, nbytes: str = "1GiB", repeat: int = 5, parser: argparse.ArgumentParser | None = None
+) -> argparse.Namespace:
+    """What all benchmarks take; `parser` has what one takes beside that."""
+    parser = parser or argparse.ArgumentParser(description=description)
     parser.add_argument("--nbytes", type=parse_size, default=parse_size(nbytes), help=f"size of the state, with a unit (default {nbytes})")
     parser.add_argument("--repeat", type=int, default=repeat, help=f"repetitions of each measurement (default {repeat})")
     parser.add_argument("--directory", type=Path, default=None, help="where files are made (default: a fresh folder in ./.cache/bench)")
