@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_kit import IGNORED, config_file
 
 import tierstore.dcp
+from tierstore.dcp import stores
 from tierstore.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings(IGNORED)
@@ -78,3 +82,25 @@ def test_a_damaged_uri_is_refused_by_all_of_them_and_no_folder_is_made(uri: str,
         with pytest.raises(UsageError, match="pathlib"):
             load({"a": torch.ones(1)}, checkpoint_id=damaged, no_dist=True)
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_a_child_that_is_forked_while_another_thread_opens_a_store_has_stores_of_its_own(uri: str) -> None:
+    """The module's lock was held in the parent at that instant, and stayed so for ever in the child."""
+    with stores._REGISTRY.lock:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                tierstore.dcp.save({"a": torch.ones(2)}, checkpoint_id=f"{uri}/step-1", no_dist=True)
+                tierstore.dcp.close()
+                status = 0
+            finally:
+                os._exit(status)
+        end = time.monotonic() + 60
+        while (done := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+            threading.Event().wait(0.01)
+        if done == (0, 0):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    assert done == (pid, 0)

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 
 import tierstore
-from tierstore.errors import ConfigError, DeadlineError, NotFoundError, SaveError, UnsupportedTypeError, UsageError
+from tierstore.errors import ConfigError, DeadlineError, FormatError, NotFoundError, SaveError, UnsupportedTypeError, UsageError
 from tierstore.integrations.lightning import TierCheckpointIO, TierModelCheckpoint, TierModelParallelStrategy, lightning_codecs
 from tierstore.integrations.lightning_parts.pointers import Pointer, read_pointer, write_pointer
 from tierstore.integrations.lightning_parts.publishing import Publisher
@@ -292,6 +292,19 @@ def test_the_old_pointer_stays_until_the_new_save_is_committed(folder: Path) -> 
     third.reach("staged", "committed")
     assert publisher.flush(30)
     assert pointers(folder) == {"3.ckpt": 3}
+
+
+def test_who_waits_for_a_pointer_is_not_kept_for_ever_by_a_save_that_never_commits(folder: Path) -> None:
+    """The last save before SLURM ends a job waited without end while a tier was down."""
+    publisher = Publisher(write=write_pointer, remove=os.remove)
+    stuck = ticket_of(1)
+    path = str(folder / "hpc_ckpt_1.ckpt")
+    publisher.publish(stuck, {path: Pointer(run="r", step=1, save_id=stuck.attempt.save_id)})
+    with pytest.raises(DeadlineError, match=r"hpc_ckpt_1\.ckpt is not committed after 0\.05 s"):
+        publisher.settle(path, 0.05)
+    stuck.reach("staged", "committed")
+    publisher.settle(path, 30)
+    assert pointers(folder) == {"hpc_ckpt_1.ckpt": 1}
 
 
 def test_names_that_do_not_tell_steps_apart_get_versions_though_pointers_come_later(tmp_path: Path, tiers: list[str], folder: Path) -> None:
@@ -570,3 +583,15 @@ def test_a_fit_with_the_package_of_the_other_name(tmp_path: Path, long_run: bool
     assert pipe.poll(120)
     assert pipe.recv() == ["last.ckpt", "step=4.ckpt"]
     process.join(60)
+
+
+@pytest.mark.parametrize("data", [b"", b'{"half', b'{"foreign": 1}'], ids=["empty", "half", "foreign"])
+def test_a_damaged_pointer_is_told_by_its_name_and_not_by_torch(tmp_path: Path, tiers: list[str], folder: Path, data: bytes) -> None:
+    io = TierCheckpointIO(tiers, run="r")
+    fit(io, [ModelCheckpoint(folder, filename="here")], tmp_path, max_epochs=1)
+    (folder / "here.ckpt").write_bytes(data)
+    with pytest.raises(FormatError, match="here.ckpt is .*'@latest' for the newest of the run"):
+        io.load_checkpoint(folder / "here.ckpt")
+    fit(io, [ModelCheckpoint(folder, filename="here", enable_version_counter=False)], tmp_path, max_epochs=2, ckpt_path="@latest")
+    assert pointers(folder) == {"here.ckpt": 12}  # and is replaced
+    io.teardown()

@@ -27,6 +27,7 @@ __all__ = ["Answer", "Stopping"]
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
+_JOIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,7 @@ class Stopping:
         self._ended.set()
         self._look_now.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_JOIN_S)  # it may hang in a call to a rank 0 that is not to be reached; it ends with the process
             self._thread = None
 
     # ---- inside

@@ -4,7 +4,7 @@ torch pickles the writer for every save with the process executor, and trainers 
 own would leave its background work behind each time. So a process keeps what
 its writers opened, until one of them is closed or the process ends (the store drains then).
 
-`_OPEN` is the package's one piece of state in a module. It can't be otherwise: ``dcp.save(…, checkpoint_id="tier://…")`` and the process
+`_REGISTRY` is state in a module. It can't be otherwise: ``dcp.save(…, checkpoint_id="tier://…")`` and the process
 executor of ``async_save`` give us no object that lives from one save to the next, and promotion outlives a save. Its keys say all that
 makes two stores differ; a store that was closed, or that belongs to the parent of a fork, is opened anew.
 """
@@ -12,6 +12,7 @@ makes two stores differ; a store that was closed, or that belongs to the parent 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from dataclasses import dataclass, field
 
@@ -70,24 +71,36 @@ class WriterStore:
         return error.context.get("save_id") in self._told
 
 
-_OPEN: dict[Key, WriterStore] = {}
-_LOCK = threading.Lock()
+class _Registry:
+    """The open stores of this process; a forked child begins with none, whatever its parent was at."""
+
+    def __init__(self) -> None:
+        self._renew()
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self.lock = threading.Lock()
+        self.open: dict[Key, WriterStore] = {}
+
+
+_REGISTRY = _Registry()
 
 
 def shared_store(config: StoreConfig, *, rank: int, world_size: int) -> tuple[Key, WriterStore]:
     """This process's store for `config` (with its run) as `rank` of `world_size`; opened if it is not yet; errors as `tierstore.open`."""
     key = (config.fingerprint, config.run or "", rank, world_size)
-    with _LOCK:
-        known = _OPEN.get(key)
+    with _REGISTRY.lock:
+        known = _REGISTRY.open.get(key)
         if known is None or not known.store.usable:
-            known = _OPEN[key] = WriterStore(store=Store(config, rank=rank, world_size=world_size))
+            known = _REGISTRY.open[key] = WriterStore(store=Store(config, rank=rank, world_size=world_size))
         return key, known
 
 
 def close_stores(keys: set[Key] | None = None) -> None:
     """Drains and closes the stores of `keys` (None: all) that are still open; raises an error after all were closed."""
-    with _LOCK:
-        found = [_OPEN.pop(key) for key in sorted(_OPEN if keys is None else keys) if key in _OPEN]
+    with _REGISTRY.lock:
+        stores = _REGISTRY.open
+        found = [stores.pop(key) for key in sorted(stores if keys is None else keys) if key in stores]
     with contextlib.ExitStack() as closing:  # each is closed, whatever the others raise
         for each in found:
             closing.callback(each.close)  # a store that belongs to the parent of a fork does nothing

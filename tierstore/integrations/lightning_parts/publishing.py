@@ -71,9 +71,20 @@ class Publisher:
         with self._changed:
             return any(isinstance(item, _Publish) and path in item.pointers for item in self._queue)
 
-    def settle(self, path: str) -> None:
-        """Returns when nothing is to be written at `path` any more."""
+    def settle(self, path: str, timeout_s: float) -> None:
+        """Returns when nothing is to be written at `path` any more.
+
+        Raises:
+            DeadlineError: Not within `timeout_s` seconds.
+        """
+        end = time.monotonic() + timeout_s
         while self.pending(path):
+            if time.monotonic() >= end:
+                raise DeadlineError(
+                    f"the save for {path} is not committed after {timeout_s:g} s",
+                    hint="`tierstore status` says which tier it waits for; the save goes on, and the pointer comes when it is committed",
+                    path=path,
+                )
             with self._changed:
                 self._changed.wait(_LOOK_S)
 

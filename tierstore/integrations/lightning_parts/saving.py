@@ -184,11 +184,12 @@ class Body:
                     log.warning("step=%d was saved with other values before: %s supersedes that", checkpoint[_STEP], where)
                 others = last.paths if last is not None and way == "more" else {}
                 last = self._save_anew(checkpoint, {**others, where: seen}, seen, metrics, tags, final=bool(options.get("final", False)))
+        timeout_s = self.store().config.save.commit_timeout_s
         if self._wait_for == "durable":
-            last.ticket.wait("durable")
+            last.ticket.wait("durable", timeout_s)
         if self._wait_for != "staged" or os.path.basename(where).startswith(_WAITED_FOR):
-            last.ticket.wait("committed")
-            self._publisher.settle(where)
+            last.ticket.wait("committed", timeout_s)
+            self._publisher.settle(where, timeout_s)
             self._publisher.raise_error()
 
     def _warn_of_later_steps(self, step: int) -> None:
@@ -322,7 +323,7 @@ class Body:
         """
         if path.startswith("@"):
             return find_named(self.store(), path)
-        self._publisher.settle(path)
+        self._publisher.settle(path, self.store().config.save.commit_timeout_s)
         pointer = read_pointer(path)
         self._loaded_from = path
         return None if pointer is None else find_pointed(self.store(), pointer, path)
