@@ -17,7 +17,9 @@ from tiers_kit import Hooked, SteppedClock, failing, flip
 
 from tierstore.config import load_config
 from tierstore.errors import DeadlineError, IntegrityError, TemporaryError
-from tierstore.storage.contract import Storage
+from tierstore.storage.contract import FileInfo, Source, Storage
+from tierstore.tiers.budget import ByteBudget
+from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.files.syncing import sync_files
 from tierstore.tiers.session import Session
 
@@ -303,6 +305,40 @@ def test_a_tier_that_hangs_takes_no_turns_of_the_others(tmp_path: Path) -> None:
             assert gate.reached.wait(30)
         assert len(stored(tmp_path / "shared", ".json")) == 6
         gate.open.set()
+
+
+def test_a_tier_that_hangs_with_bytes_in_its_hands_takes_no_memory_of_the_others(tmp_path: Path) -> None:
+    going_on, holding = threading.Event(), threading.Event()
+
+    class Stuck(Hooked):
+        async def write(self, path: str, source: Source) -> FileInfo:
+            held = [await source.read(0, BLOCK)]
+            holding.set()
+            while not going_on.is_set():  # noqa: ASYNC110 - the test is on another thread
+                await asyncio.sleep(0.005)
+            held.clear()
+            return await super().write(path, source)
+
+    async def nothing(operation: str, path: str) -> None: ...
+
+    down = {name: failing(TemporaryError("down"), "write", "put") for name in ("shared", "far")}
+    names = [f"f{number}" for number in range(6)]
+    with opened(store(tmp_path)):
+        pass
+    with opened(store(tmp_path), wrap=down, drain=None) as (session, files):
+        for number, name in enumerate(names):
+            write(session, files, name, bytes_of(number, 50_000))
+    with opened(store(tmp_path), wrap={"far": lambda storage: Stuck(storage, nothing)}) as (session, _):
+        made = CopyContext.make(session.tiers, session.clock)
+        context = replace(made, budget=ByteBudget(4 * BLOCK, patience_s=600.0))
+        syncing = session.submit(sync_files(session, context=context))
+        assert holding.wait(30)
+        waited = threading.Event()
+        while len(stored(tmp_path / "shared", ".json")) < len(names):  # pytest-timeout ends it
+            assert not waited.wait(0.01)
+        assert stored(tmp_path / "far", ".json") == []
+        going_on.set()
+        assert not syncing.result(30).left
 
 
 def test_what_is_written_while_the_authority_is_away_replaces_what_another_node_wrote_before(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from tierstore.errors import DeadlineError, IntegrityError, NotFoundError, SaveError, StorageError, TierStoreError
 from tierstore.format.index import FileEntry as Digests
+from tierstore.tiers.budget import ByteBudget
 from tierstore.tiers.copying import CopyContext, VerifiedSource
 from tierstore.tiers.files.entry import FileEntry
 from tierstore.tiers.files.looking import Held, Key, OnTier, group
@@ -89,7 +90,10 @@ class Lane:
         self._mover = mover
         self.tier = tier
         self._items: list[Item] = []
-        self._slots = asyncio.Semaphore(mover.context.files_in_flight)  # its own: a tier that hangs must not take those of the others
+        # Its own: a tier that hangs must take neither the turns nor the memory of the others.
+        self._slots = asyncio.Semaphore(mover.context.files_in_flight)
+        shared = mover.context.budget
+        self._budget = ByteBudget(max(1, shared.nbytes // max(1, len(mover.tiers) - 1)), patience_s=shared.patience_s)
         self._carrying: dict[Item, asyncio.Task[bool]] = {}
         self._done: dict[Item, int] = {}
         self._seen: dict[Item, tuple[int, OnTier]] = {}
@@ -245,7 +249,7 @@ class Lane:
                     continue
                 self._done[item] = 0
                 verified = VerifiedSource(
-                    source.storage, put.data_path, digests, item.entry.block_nbytes, context.budget, lambda n: self._count(item, n)
+                    source.storage, put.data_path, digests, item.entry.block_nbytes, self._budget, lambda n: self._count(item, n)
                 )
                 try:
                     await place_data(tier, put, verified, context.limits)
