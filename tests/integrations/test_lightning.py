@@ -590,7 +590,7 @@ def test_a_damaged_pointer_is_told_by_its_name_and_not_by_torch(tmp_path: Path, 
     io = TierCheckpointIO(tiers, run="r")
     fit(io, [ModelCheckpoint(folder, filename="here")], tmp_path, max_epochs=1)
     (folder / "here.ckpt").write_bytes(data)
-    with pytest.raises(FormatError, match="here.ckpt is .*'@latest' for the newest of the run"):
+    with pytest.raises(FormatError, match=r"(?s)here.ckpt is .*'@latest' for the newest of the run"):
         io.load_checkpoint(folder / "here.ckpt")
     fit(io, [ModelCheckpoint(folder, filename="here", enable_version_counter=False)], tmp_path, max_epochs=2, ckpt_path="@latest")
     assert pointers(folder) == {"here.ckpt": 12}  # and is replaced

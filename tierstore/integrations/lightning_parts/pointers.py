@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -14,6 +13,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from tierstore.errors import FormatError, UsageError, VersionError
+from tierstore.integrations.local_files import write_whole
 from tierstore.names import check_run, check_step
 from tierstore.tier_uri import is_tier_uri
 
@@ -125,7 +125,7 @@ def read_pointer(path: str) -> Pointer | None:
 
     Raises:
         FileNotFoundError: Nothing is there.
-        FormatError, VersionError: As `decode_pointer`.
+        FormatError, VersionError: As `decode_pointer`; or it is certainly no file of torch's either, which would only say so in riddles.
     """
     fs, name = url_to_fs(path)
     if fs.isdir(name):
@@ -133,7 +133,11 @@ def read_pointer(path: str) -> Pointer | None:
     with fs.open(name, "rb") as file:
         head = file.read(64)
         data = head + file.read(MAX_NBYTES) if head.startswith(b"{") else head
-    return decode_pointer(data, path)
+    pointer = decode_pointer(data, path)
+    if pointer is None and (not data or data.startswith(b"{")):
+        what = "neither a pointer nor a checkpoint" if data else "empty"
+        raise FormatError(f"the file {path} is {what}", hint=_HINT)
+    return pointer
 
 
 def write_pointer(path: str, pointer: Pointer) -> None:
@@ -145,20 +149,7 @@ def write_pointer(path: str, pointer: Pointer) -> None:
         with fs.open(name, "wb") as file:
             file.write(data)
         return
-    temporary = Path(f"{name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, name)
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(os.path.dirname(name) or ".", os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    write_whole(Path(name), lambda file: file.write(data))
 
 
 def remove_file(path: str) -> Pointer | None:
