@@ -9,7 +9,7 @@ from rich.text import Text
 
 from tierstore.cli.options import Cli
 from tierstore.cli.progress import copy_bars
-from tierstore.errors import LockedError, PartialError
+from tierstore.errors import PartialError
 from tierstore.tiers.catalog import runs, scan
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.files.syncing import FilesReport, sync_files
@@ -31,7 +31,7 @@ def sync(
         named = session.config.run
         chosen = [named] if named else session.run(runs(session.tiers))
         reports = [_sync_run(cli, session, run, wait) for run in chosen]
-        files = _sync_files(cli, session, wait)
+        files = _sync_files(cli, session)
     report = ReconcileReport(
         done=tuple(c for r in reports for c in r.done),
         waiting=tuple(w for r in reports for w in r.waiting),
@@ -65,14 +65,12 @@ def _sync_run(cli: Cli, session: Session, run: str, wait: bool) -> ReconcileRepo
     return report
 
 
-def _sync_files(cli: Cli, session: Session, wait: bool) -> FilesReport:
+def _sync_files(cli: Cli, session: Session) -> FilesReport:
     """The files of ``tier://`` that are no checkpoints."""
     context = CopyContext.make(
         session.tiers, cli.clock, files_in_flight=cli.options.jobs or session.config.io.threads, max_bandwidth=cli.bwlimit
     )
-    report = session.run(
-        sync_files(session, context=context, only=cli.only or None, dry_run=cli.options.dry_run, wait_s=None if wait else 0.0)
-    )
+    report = session.run(sync_files(session, context=context, only=cli.only or None, dry_run=cli.options.dry_run))
     left = {(one.path, one.tier): one.reason for one in report.left}
     failed = {(path, tier): error.message for path, tier, error in report.failed}
     for one in report.lacking:
@@ -111,13 +109,11 @@ def _tell(cli: Cli, copy: Copy, state: str, reason: str) -> None:
 def _conclude(cli: Cli, report: ReconcileReport, files: FilesReport) -> int:
     counts = {"done": len(report.done), "waiting": len(report.waiting), "failed": len(report.failed)}
     cli.terminal.emit({"type": "sync", **counts, "dry_run": cli.options.dry_run})
-    if not (report.done or report.waiting or report.failed or files.lacking or files.waiting):
+    if not (report.done or report.waiting or report.failed or files.lacking):
         if not cli.options.dry_run:
             cli.terminal.say("nothing was pending")
         return 0
     failures = [*(failure.error for failure in report.failed), *(error for _, _, error in files.failed)]
-    if not failures and files.waiting:
-        raise LockedError(files.waiting, hint="wait for it (--wait), or ask that process")
     if not failures:
         return 0
     first = failures[0]

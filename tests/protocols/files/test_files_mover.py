@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import socket
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,11 +17,13 @@ from files_kit import BLOCK, FAST, bytes_of, child, content, opened, store, stor
 from tiers_kit import Hooked, SteppedClock, failing, flip
 
 from tierstore.config import load_config
-from tierstore.errors import DeadlineError, IntegrityError, TemporaryError
+from tierstore.errors import DeadlineError, IntegrityError, LockedError, TemporaryError
 from tierstore.storage.contract import FileInfo, Source, Storage
 from tierstore.tiers.budget import ByteBudget
 from tierstore.tiers.copying import CopyContext
-from tierstore.tiers.files.syncing import sync_files
+from tierstore.tiers.files.reconcile import FILES_LOCK
+from tierstore.tiers.files.syncing import FilesReport, sync_files
+from tierstore.tiers.locks import RunLock, lock_path
 from tierstore.tiers.session import Session
 
 PUBLISH = """
@@ -339,6 +342,76 @@ def test_a_tier_that_hangs_with_bytes_in_its_hands_takes_no_memory_of_the_others
         assert stored(tmp_path / "far", ".json") == []
         going_on.set()
         assert not syncing.result(30).left
+
+
+def left_by_a_dead_process(root: Path) -> None:
+    status, output = child(PUBLISH + "import os; os._exit(0)\n", str(root))
+    assert status == 0, output
+    for tier in ("shared", "far"):
+        shutil.rmtree(root / tier / ".files", ignore_errors=True)  # however far it came
+
+
+def test_who_took_over_keeps_nobody_waiting_for_a_further_tier_that_is_down(tmp_path: Path) -> None:
+    left_by_a_dead_process(tmp_path)
+    down = {"far": failing(TemporaryError("down"), "write", "put")}
+    with opened(store(tmp_path), wrap=down, drain=None) as (session, files):
+        session.run(files.put("own", b"x"))
+        waited = threading.Event()
+        while ".metadata@.json" not in stored(tmp_path / "shared"):  # pytest-timeout ends it
+            assert not waited.wait(0.01)
+        lock = RunLock(lock_path(session.tiers, FILES_LOCK), FILES_LOCK)
+        while not lock.held:
+            with suppress(LockedError):
+                lock.acquire()
+        lock.release()
+        assert stored(tmp_path / "far") == []
+        assert not sync(store(tmp_path)).left
+        assert stored(tmp_path / "far", ".json") == [".metadata@.json", "data@.json", "own@.json"]
+
+
+def test_while_another_process_takes_over_sync_works_and_others_look_again_later(tmp_path: Path) -> None:
+    left_by_a_dead_process(tmp_path)
+    with opened(store(tmp_path), options=replace(FAST, look_again_s=0.02)) as (session, files):
+        lock = RunLock(lock_path(session.tiers, FILES_LOCK), FILES_LOCK)
+        lock.acquire()
+        session.run(files.put("own", b"x"))
+        session.run(files.sync(30))
+        assert stored(tmp_path / "far", ".json") == ["own@.json"]
+        assert not sync(store(tmp_path), only=["shared"]).left
+        assert stored(tmp_path / "shared", ".json") == [".metadata@.json", "data@.json", "own@.json"]
+        lock.release()
+        waited = threading.Event()
+        while ".metadata@.json" not in stored(tmp_path / "far"):  # pytest-timeout ends it
+            assert not waited.wait(0.01)
+
+
+def test_two_movers_that_carry_the_same_versions_at_once_do_no_harm(tmp_path: Path) -> None:
+    left_by_a_dead_process(tmp_path)
+    writing: set[object] = set()
+
+    class Slow(Hooked):
+        async def write(self, path: str, source: Source) -> FileInfo:
+            writing.add((asyncio.current_task(), path))
+            deadline = asyncio.get_running_loop().time() + 10.0
+            while len({p for _, p in writing}) == len(writing) and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)  # until both are at one file
+            return await super().write(path, source)
+
+    async def nothing(operation: str, path: str) -> None: ...
+
+    with opened(store(tmp_path), wrap={"far": lambda storage: Slow(storage, nothing)}) as (session, files):
+
+        async def both() -> list[FilesReport]:
+            return list(await asyncio.gather(sync_files(session), sync_files(session)))
+
+        assert [(report.left, report.failed) for report in session.run(both(), 60)] == [((), ())] * 2
+        assert len({p for _, p in writing}) < len(writing)
+        assert not session.run(sync_files(session), 60).lacking
+        assert content(session, files, "data") == bytes_of(2, 50_000)
+    for tier in ("shared", "far"):
+        assert sorted(stored(tmp_path / tier)) == [".metadata@.data", ".metadata@.json", "data@.data", "data@.json"]
+    with opened(store(tmp_path, tiers=["far"])) as (session, files):
+        assert content(session, files, ".metadata") == b"second"
 
 
 def test_what_is_written_while_the_authority_is_away_replaces_what_another_node_wrote_before(tmp_path: Path) -> None:

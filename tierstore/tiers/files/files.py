@@ -252,27 +252,36 @@ class Files:
             self._taking_over = asyncio.ensure_future(self._take_over())
 
     async def _take_over(self) -> None:
-        """One process of a node does it, and has the lock until what it took over is where it should be."""
+        """One process of a node does it at a time; the others look again later, as that one may die meanwhile."""
         try:
             while await self._take_over_now():  # noqa: ASYNC110 - nobody tells when another process is dead
                 await asyncio.sleep(self._options.look_again_s)
-        except LockedError as error:
-            log.debug("another process of this node carries on what was left: %s", error.message)
         except TierStoreError as error:
             log.warning("what other processes left is not carried on now, `tierstore sync` does it: %s", error.message)
         finally:
             self._looked.set()
 
     async def _take_over_now(self) -> bool:
-        """Returns whether to look again later."""
+        """Returns whether to look again later.
+
+        The lock keeps the other processes of the node from copying the same once more, which would do no harm but take bandwidth. So it is
+        not kept for a further tier that is down, nor for an authority that is down for longer than until the others look again.
+        """
         lock = RunLock(lock_path(self._tiers, FILES_LOCK), FILES_LOCK)
-        async with lock.hold():
-            picture = await look_at_files(self._tiers)
-            now = self._session.clock.now()
-            taken = await take_over(picture.lacking(now=now), self._mover, now=now)
+        try:
+            async with lock.hold():
+                picture = await look_at_files(self._tiers)
+                now = self._session.clock.now()
+                taken = await take_over(picture.lacking(now=now), self._mover, now=now)
+                self._looked.set()
+                await tidy(picture, self._mover, self._session.clock)
+                there = await self._mover.wait_for_all(taken.items, self._tiers.authority, self._options.look_again_s)
+        except LockedError as error:
+            log.debug("another process of this node carries on what was left: %s", error.message)
             self._looked.set()
-            await tidy(picture, self._mover, self._session.clock)
-            await self._mover.wait_for_all(taken.items)
+            return True
+        if not there:
+            await self._mover.wait_for_all(taken.items, self._tiers.authority, None)
         if picture.complete:
             self._looker.restored()
         return taken.to_look_again

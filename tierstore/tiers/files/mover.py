@@ -416,13 +416,15 @@ class Mover:
         if tier in item.failures:
             raise item.failures[tier]
 
-    async def wait_for_all(self, items: Iterable[Item]) -> None:
-        """Waits until each of `items` is where it should be, or never will be."""
-        waiting = [item for item in items if item.waits]
-        while waiting:
+    async def wait_for_all(self, items: Iterable[Item], tier: Tier, within_s: float | None) -> bool:
+        """Waits until each of `items` is on `tier`, or never will be, `within_s` seconds at most (None: without end); returns whether."""
+        end = None if within_s is None else time.monotonic() + within_s
+        waiting = [item for item in items if tier.name in item.waits]
+        while waiting and (end is None or time.monotonic() < end):
             self.changed.clear()
-            await happens(self.changed, 1.0)
-            waiting = [item for item in waiting if item.waits]
+            await happens(self.changed, 1.0 if end is None else max(0.0, min(1.0, end - time.monotonic())))
+            waiting = [item for item in waiting if tier.name in item.waits]
+        return not waiting
 
     async def drain(self, timeout_s: float | None) -> None:
         """Waits until everything is where it should be.

@@ -6,12 +6,11 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from tierstore.errors import DeadlineError, LockedError, TierStoreError
+from tierstore.errors import DeadlineError, TierStoreError
 from tierstore.storage.temporaries import temporary_name
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.files.mover import Mover, MoverOptions, PendingFile
-from tierstore.tiers.files.reconcile import FILES_LOCK, Lacking, look_at_files, take_over, tidy
-from tierstore.tiers.locks import RunLock, lock_path
+from tierstore.tiers.files.reconcile import Lacking, look_at_files, take_over, tidy
 from tierstore.tiers.session import Session
 
 __all__ = ["FilesReport", "sync_files"]
@@ -21,13 +20,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilesReport:
-    """What came of it: what tiers lacked when it began, and what they still lack. `waiting`: why nothing was done; empty if it was."""
+    """What came of it: what tiers lacked when it began, and what they still lack."""
 
     lacking: tuple[Lacking, ...] = ()
     left: tuple[PendingFile, ...] = ()
     failed: tuple[tuple[str, str, TierStoreError], ...] = ()
     """Path, tier and error."""
-    waiting: str = ""
 
 
 async def sync_files(
@@ -36,17 +34,17 @@ async def sync_files(
     context: CopyContext | None = None,
     only: Collection[str] | None = None,
     dry_run: bool = False,
-    wait_s: float | None = 0.0,
     patience_s: float | None = None,
 ) -> FilesReport:
     """Brings every file onto every tier that should have it, in the order of publication, and tidies up.
+
+    It waits for nobody: two processes that copy the same version write the same bytes under the same name, each in order.
 
     Args:
         session: The store.
         context: The limits of the copies; None: what the configuration says.
         only: Names of the tiers to fill; None: all.
         dry_run: Only look.
-        wait_s: How long to wait for another process of this node that is at it, in seconds; None: as long as it takes.
         patience_s: How long a tier may keep failing, in seconds; None: what the configuration says.
 
     Raises:
@@ -57,27 +55,23 @@ async def sync_files(
         return FilesReport()
     context = context or CopyContext.make(tiers, clock, files_in_flight=config.io.threads)
     mover = Mover(context, MoverOptions(patience_s=config.save.patience_s if patience_s is None else patience_s), temporary_name("file"))
-    lock = RunLock(None if dry_run else lock_path(tiers, FILES_LOCK), FILES_LOCK)
     try:
-        async with lock.hold(wait_s=wait_s):
-            picture = await look_at_files(tiers)
-            lacking = picture.lacking(now=clock.now(), only=only)
-            if dry_run:
-                return FilesReport(lacking=tuple(lacking))
-            taken = await take_over(lacking, mover, now=clock.now(), all_of_them=True)
-            try:
-                await mover.drain(None)
-            except DeadlineError as error:
-                log.warning("%s", error.message)
-            except TierStoreError as error:
-                log.debug("told with the others: %s", error.message)
-            left = tuple(mover.pending())
-            if not left:
-                await tidy(await look_at_files(tiers), mover, clock)
-            failed = [(item.put.path, tier, error) for item in taken.items for tier, error in item.failures.items()]
-            failed += [(one.path, tier.name, error) for one, error in taken.unreadable for tier in one.targets]
-            return FilesReport(lacking=tuple(lacking), left=left, failed=tuple(failed))
-    except LockedError as error:
-        return FilesReport(waiting=error.message)
+        picture = await look_at_files(tiers)
+        lacking = picture.lacking(now=clock.now(), only=only)
+        if dry_run:
+            return FilesReport(lacking=tuple(lacking))
+        taken = await take_over(lacking, mover, now=clock.now(), all_of_them=True)
+        try:
+            await mover.drain(None)
+        except DeadlineError as error:
+            log.warning("%s", error.message)
+        except TierStoreError as error:
+            log.debug("told with the others: %s", error.message)
+        left = tuple(mover.pending())
+        if not left:
+            await tidy(await look_at_files(tiers), mover, clock)
+        failed = [(item.put.path, tier, error) for item in taken.items for tier, error in item.failures.items()]
+        failed += [(one.path, tier.name, error) for one, error in taken.unreadable for tier in one.targets]
+        return FilesReport(lacking=tuple(lacking), left=left, failed=tuple(failed))
     finally:
         await mover.close()
