@@ -46,8 +46,8 @@ from tierstore.integrations.deepspeed_parts.tags import (
     number_in,
     stands_for,
     within,
-    write_file,
 )
+from tierstore.integrations.local_files import write_whole
 from tierstore.integrations.plain_types import register_deepspeed, register_plain
 from tierstore.state.agreement import telling
 from tierstore.state.jointly import jointly
@@ -96,6 +96,7 @@ class TierCheckpointEngine(CheckpointEngine):
         self._files: dict[str, Any] = {}
         self._labels: dict[int, set[str]] | None = None
         self._open: tuple[str, Checkpoint, Any] | None = None
+        self._resumed = False
         self._pointing = threading.Lock()
         self._pointed = ""
         register_plain(store.codecs)
@@ -120,7 +121,7 @@ class TierCheckpointEngine(CheckpointEngine):
         """
         name = within(path, self._info)
         if name is None:
-            write_file(Path(path), partial(torch.save, state_dict))
+            write_whole(Path(path), partial(torch.save, state_dict))
             return
         if not name or name == ABOUT or name in self._files:
             raise UsageError(
@@ -195,7 +196,7 @@ class TierCheckpointEngine(CheckpointEngine):
         def write(event: TicketEvent | None = None) -> None:
             with self._pointing:
                 if ticket.attempt.save_id > self._pointed:  # a later save may have committed before
-                    write_file(Path(save_dir, LATEST), lambda file: file.write(tag.encode()))
+                    write_whole(Path(save_dir, LATEST), lambda file: file.write(tag.encode()))
                     self._pointed = ticket.attempt.save_id
 
         if self.wait == "committed":
@@ -238,6 +239,7 @@ class TierCheckpointEngine(CheckpointEngine):
                     path.touch()
             Path(folder, LATEST).write_text(chosen.tag)
             self._open = (place, checkpoint, tree)
+            self._resumed = True
             try:
                 yield folder
             finally:
@@ -270,6 +272,12 @@ class TierCheckpointEngine(CheckpointEngine):
         """The tags of a checkpoint of `step`: one that DeepSpeed makes itself says the step already, and need not be a label."""
         if self._labels is None:
             self._labels = {info.step: set(info.tags) for info in self.store.checkpoints()}
+            if not self._resumed and (newest := max(self._labels, default=-1)) >= step:
+                log.warning(
+                    "run=%s has step %d already, and this training, which loaded nothing, saves step %d. engine.load_checkpoint goes on "
+                    "from what is there; something new is a run with another name",
+                    self.store.run, newest, step,
+                )  # fmt: skip
         labels = self._labels.setdefault(step, set())  # a second tag at one step supersedes the first one's checkpoint: it keeps both
         if stands_for(tag) != step:
             labels.add(tag)
@@ -340,8 +348,8 @@ def write_files(store: Store, to: str | os.PathLike[str], tag: str | None = None
     with contextlib.closing(checkpoint):
         for name in files_in(tree):
             state = checkpoint.build(tree[name])
-            write_file(Path(to, chosen.tag, name + SUFFIX), partial(torch.save, state))
-    write_file(Path(to, LATEST), lambda file: file.write(chosen.tag.encode()))
+            write_whole(Path(to, chosen.tag, name + SUFFIX), partial(torch.save, state))
+    write_whole(Path(to, LATEST), lambda file: file.write(chosen.tag.encode()))
     return chosen.tag
 
 

@@ -29,6 +29,7 @@ with needs("megatron", extra="megatron"):
 
 from tierstore.dcp.place import place_of
 from tierstore.errors import NotFoundError, UsageError
+from tierstore.integrations.local_files import write_whole
 from tierstore.integrations.megatron_parts.home import BACKEND, VERSION, Home, MegatronMismatchError, step_of
 from tierstore.integrations.megatron_parts.loading import EitherLoadCommonStrategy, TierLoadCommonStrategy, TierLoadShardedStrategy
 from tierstore.integrations.megatron_parts.saving import EitherSaveCommonStrategy, TierSaveCommonStrategy, TierSaveShardedStrategy
@@ -164,9 +165,7 @@ def point_at(root: str | os.PathLike[str], which: int | str = "latest", *, sourc
             raise
         return None
     folder = _pointer(root, step)
-    made = Path(root, f".{_TRACKER}.{os.getpid()}")
-    made.write_text(str(step))
-    os.replace(made, Path(root, _TRACKER))
+    write_whole(Path(root, _TRACKER), lambda file: file.write(str(step).encode()))
     return folder
 
 

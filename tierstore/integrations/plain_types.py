@@ -15,13 +15,13 @@ from typing import Any
 from tierstore.errors import FormatError
 from tierstore.format.objects import ObjectCodecs
 
-__all__ = ["register_deepspeed", "register_enums", "register_megatron", "register_plain"]
+__all__ = ["add_codec", "register_deepspeed", "register_enums", "register_megatron", "register_plain"]
 
 
 def register_plain(codecs: ObjectCodecs) -> None:
     """`argparse.Namespace` and `types.SimpleNamespace`: what scripts keep their arguments in."""
-    _add(codecs, argparse.Namespace, "argparse.Namespace", vars, lambda value: argparse.Namespace(**value))
-    _add(codecs, types.SimpleNamespace, "types.SimpleNamespace", vars, lambda value: types.SimpleNamespace(**value))
+    add_codec(codecs, argparse.Namespace, "argparse.Namespace", vars, lambda value: argparse.Namespace(**value))
+    add_codec(codecs, types.SimpleNamespace, "types.SimpleNamespace", vars, lambda value: types.SimpleNamespace(**value))
 
 
 def register_deepspeed(codecs: ObjectCodecs) -> None:
@@ -32,7 +32,7 @@ def register_deepspeed(codecs: ObjectCodecs) -> None:
 
     for kind in (LossScaler, DynamicLossScaler, fragment_address):
         _add_attributes(codecs, kind, f"deepspeed.{kind.__name__}")
-    _add(codecs, ZeroStageEnum, "deepspeed.ZeroStageEnum", lambda stage: int(stage.value), lambda value: ZeroStageEnum(value))
+    add_codec(codecs, ZeroStageEnum, "deepspeed.ZeroStageEnum", lambda stage: int(stage.value), lambda value: ZeroStageEnum(value))
 
 
 def register_megatron(codecs: ObjectCodecs) -> None:
@@ -46,10 +46,11 @@ def register_enums(codecs: ObjectCodecs, prefix: str, kinds: Iterable[type[Enum]
     """Enumerations by the names of their members; ``PREFIX.CLASS`` is the tag."""
     for kind in kinds:
         if kind is not Enum and list(kind):
-            _add(codecs, kind, f"{prefix}.{kind.__name__}", lambda member: member.name, kind.__getitem__)
+            add_codec(codecs, kind, f"{prefix}.{kind.__name__}", lambda member: member.name, kind.__getitem__)
 
 
-def _add(codecs: ObjectCodecs, kind: type[Any], tag: str, encode: Any, decode: Any) -> None:
+def add_codec(codecs: ObjectCodecs, kind: type[Any], tag: str, encode: Any, decode: Any) -> None:
+    """Registers a codec where neither the type nor the tag has one."""
     if codecs.find(kind) is None and codecs.tagged(tag) is None:  # the caller's own come first
         codecs.register(kind, tag, encode, decode)
 
@@ -64,4 +65,4 @@ def _add_attributes(codecs: ObjectCodecs, kind: type[Any], tag: str) -> None:
         made.__dict__.update(value)
         return made
 
-    _add(codecs, kind, tag, lambda value: dict(vars(value)), decode)
+    add_codec(codecs, kind, tag, lambda value: dict(vars(value)), decode)

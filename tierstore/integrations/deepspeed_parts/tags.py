@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from tierstore.store import Store
 from tierstore.tiers.catalog import CheckpointInfo
 from tierstore.units import format_some
 
-__all__ = ["ABOUT", "LATEST", "SUFFIX", "Chosen", "choose", "files_in", "name_of", "number_in", "stands_for", "within", "write_file"]
+__all__ = ["ABOUT", "LATEST", "SUFFIX", "Chosen", "choose", "files_in", "name_of", "number_in", "stands_for", "within"]
 
 log = logging.getLogger(__name__)
 
@@ -135,20 +133,3 @@ def pointer_in(load_dir: str) -> str:
         return Path(load_dir, LATEST).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
-
-
-def write_file(path: Path, write: Callable[[Any], Any]) -> None:
-    """A file that is there whole, or as it was before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, made = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(made, 0o644)
-        os.replace(made, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(made)
-        raise

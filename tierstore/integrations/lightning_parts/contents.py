@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,6 +15,7 @@ import torch
 
 from tierstore.errors import UnsupportedTypeError, UsageError
 from tierstore.format.objects import ObjectCodecs
+from tierstore.integrations.plain_types import add_codec, register_plain
 from tierstore.state.codecs import default_codecs
 
 __all__ = ["explained", "lightning_codecs", "load_here", "monitored", "options_of", "warn_of_link"]
@@ -33,15 +33,10 @@ def lightning_codecs(base: ObjectCodecs | None = None) -> ObjectCodecs:
     """
     codecs = default_codecs() if base is None else base.copy()
     for kind in (PosixPath, WindowsPath, PurePosixPath, PureWindowsPath):
-        _add(codecs, kind, f"pathlib.{kind.__name__}", str, _path_maker(kind))
-    _add(codecs, Namespace, "argparse.Namespace", vars, lambda value: Namespace(**value))
-    _add(codecs, timedelta, "datetime.timedelta", lambda v: [v.days, v.seconds, v.microseconds], lambda v: timedelta(v[0], v[1], v[2]))
+        add_codec(codecs, kind, f"pathlib.{kind.__name__}", str, _path_maker(kind))
+    register_plain(codecs)
+    add_codec(codecs, timedelta, "datetime.timedelta", lambda v: [v.days, v.seconds, v.microseconds], lambda v: timedelta(v[0], v[1], v[2]))
     return codecs
-
-
-def _add(codecs: ObjectCodecs, kind: type[Any], tag: str, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
-    if codecs.find(kind) is None and codecs.tagged(tag) is None:
-        codecs.register(kind, tag, encode, decode)
 
 
 def _path_maker(kind: type[Any]) -> Callable[[str], Any]:
