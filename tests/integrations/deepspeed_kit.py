@@ -256,6 +256,13 @@ def tags(rank: int, world_size: int, folder: Path) -> Any:
         train(engine, 3)
         engine.save_checkpoint(str(place))
         tier.ticket.wait("committed", 60)
+
+        anew = engine_of(deepspeed, 1)
+        install(anew, store)
+        train(anew, 1)
+        with _warnings_of("tierstore.integrations.deepspeed") as heard:
+            anew.save_checkpoint(str(folder / "anew"))
+        told["begun anew"] = list(heard)
     deepspeed.comm.barrier()
     told["latest after staged"] = (place / "latest").read_text()
     if rank == 0:

@@ -141,6 +141,13 @@ def test_latest_that_names_an_older_checkpoint_is_obeyed_and_told(tags: list[dic
     assert "global_step2 is newer" in tags[0]["latest older"][3][0]
 
 
+def test_a_training_that_loaded_nothing_says_what_it_supersedes(tags: list[dict[str, Any]]) -> None:
+    first, second = (rank["begun anew"] for rank in tags)
+    assert len(first) == 1
+    assert "run=tags has step 5 already, and this training, which loaded nothing, saves step 1" in first[0]
+    assert second == []
+
+
 @pytest.mark.parametrize("case", ["latest lost", "latest cut short"])
 def test_without_latest_the_newest_committed_is_taken(tags: list[dict[str, Any]], case: str) -> None:
     assert [rank[case][1] for rank in tags] == [2, 2]
