@@ -436,7 +436,8 @@ def test_what_is_written_while_the_authority_is_away_replaces_what_another_node_
         assert content(session, files, "last") == b"step 5"
 
 
-def test_what_comes_back_after_its_tombstone_was_dropped_is_older_than_what_was_made_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("exclusive", [False, True])
+def test_what_comes_back_after_its_tombstone_was_dropped_is_older_than_what_was_made_anew(tmp_path: Path, exclusive: bool) -> None:
     clock = SteppedClock()
     down = {name: failing(TemporaryError("down"), "write", "put") for name in ("shared", "far")}
     with opened(store(tmp_path, node="node-1"), clock=clock) as (session, files):
@@ -451,7 +452,7 @@ def test_what_comes_back_after_its_tombstone_was_dropped_is_older_than_what_was_
         session.run(sync_files(session), 60)
     assert stored(tmp_path / "shared") == []
     with opened(store(tmp_path, node="node-2"), clock=clock) as (session, files):
-        session.run(files.put("f", b"new"))
+        session.run(files.put("f", b"new", exclusive=exclusive))
     with Session.open(load_config(store(tmp_path, node="node-1")), clock=clock) as session:
         session.run(sync_files(session), 60)
     with opened(store(tmp_path, node="node-1"), clock=clock) as (session, files):

@@ -120,8 +120,11 @@ async def clean(
             entries.append(f"{place}/{leaf_name('gone', mark)}")
         if held.data is not None:
             rest.append(f"{place}/{leaf_name('data', mark)}")
-    rest += [f"{place}/{version:010d}.claim" for version in on_tier.claims if version < newest.version]
-    if newest in on_tier.marks and on_tier.marks[newest].gone and on_tier.marks[newest].data is not None:
+    gone = newest in on_tier.marks and on_tier.marks[newest].gone
+    claims = sorted(version for version in on_tier.claims if version < newest.version)
+    # The last one may be what the newest version was created by: it keeps out who has not seen that yet.
+    rest += [f"{place}/{version:010d}.claim" for version in (claims if gone else claims[:-1])]
+    if gone and on_tier.marks[newest].data is not None:
         rest.append(f"{place}/{leaf_name('data', newest)}")
     if not entries and not rest:
         return

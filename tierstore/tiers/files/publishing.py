@@ -58,7 +58,10 @@ class Publisher:
         milliseconds, or one more than the highest, whichever is greater: a hybrid logical clock (Kulkarni et al., 2014). Clocks that
         differ matter only for what was not seen.
         """
-        return self.new_mark(max(state.last_version + 1, int(self._clock.now().timestamp() * 1000)))
+        return self._after(state.last_version)
+
+    def _after(self, version: int) -> Mark:
+        return self.new_mark(max(version + 1, int(self._clock.now().timestamp() * 1000)))
 
     async def publish(
         self, path: str, entry: FileEntry, source: Callable[[Tier], Source], *, exclusive: bool = False, is_folder: bool = False
@@ -80,10 +83,9 @@ class Publisher:
         state = await self._looker.state(path, is_folder=is_folder)
         if exclusive:
             _refuse_if_live(state)
-        # Who creates exclusively counts on: racers have to claim the same number.
-        mark = self.new_mark(state.last_version + 1) if exclusive else self._newer_than(state)
-        put = FilePut.of_entry(path, mark, entry, is_folder=is_folder)
-        draft = _Draft(put=put, entry=entry, to_claim=exclusive)
+        put = FilePut.of_entry(path, self._newer_than(state), entry, is_folder=is_folder)
+        # Racers have to claim the same number: the next one, and not the time as the version's own.
+        draft = _Draft(put=put, entry=entry, to_claim=exclusive, claim=state.last_version + 1)
         try:
             tier = await self._on_one(draft, source)
         except BaseException:
@@ -214,12 +216,12 @@ class Publisher:
         """It was not published: gives the claim back, so that others may create the file."""
         if draft.claimed:
             with suppress(TierStoreError):
-                await self._tiers.authority.storage.delete([claim_path(draft.put.path, draft.put.mark.version)])
+                await self._tiers.authority.storage.delete([claim_path(draft.put.path, draft.claim)])
 
     async def _claim(self, tier: Tier, draft: _Draft) -> None:
-        """Wins the right to publish a number, on the authority; then looks again, for the winner of an earlier one may be done.
+        """Wins a number, and with it the right to publish, on the authority; then looks again: the winner of an earlier one may be done.
 
-        The number may be another one than the draft's, if that one was claimed by a process that died.
+        The number may be another one than the draft's, if that one was claimed by a process that died. The version is not less than it.
 
         Raises:
             ConflictError: Somebody else was first.
@@ -229,12 +231,12 @@ class Publisher:
         for _ in range(_CLAIMS):
             if not draft.claimed and not await self._create_claim(draft):
                 _refuse_if_live(await self._looker.state(path))
-                await self._renumber(tier, draft, draft.put.mark.version + 1)
+                await self._renumber(tier, draft, draft.claim + 1)
                 continue
             reach("files.after-claim")
             now = await self._looker.state(path)
             _refuse_if_live(now)
-            if now.last_version >= draft.put.mark.version:  # created and removed by others meanwhile
+            if now.last_version >= draft.claim:  # created and removed by others meanwhile
                 await self._renumber(tier, draft, now.last_version + 1)
                 continue
             draft.to_claim = False
@@ -249,7 +251,7 @@ class Publisher:
         await still_there(self._tiers, authority)  # a claim on an empty mount point is won by everybody
         reach("files.before-claim")
         try:
-            await authority.storage.create(claim_path(put.path, put.mark.version), claim)
+            await authority.storage.create(claim_path(put.path, draft.claim), claim)
         except ConflictError as error:
             if _is_dead(error.context.get("existing")):
                 return False
@@ -262,10 +264,13 @@ class Publisher:
         self._looker.answered(authority)
         return True
 
-    async def _renumber(self, tier: Tier, draft: _Draft, version: int) -> None:
-        """The same bytes under another number; on the same tier they are there already, under the old name."""
+    async def _renumber(self, tier: Tier, draft: _Draft, claim: int) -> None:
+        """Another number; the same bytes under a new version, if that is too low for it: on this tier they lie under the old name."""
         old = draft.put
-        draft.put, draft.claimed = FilePut.of_entry(old.path, self.new_mark(version), draft.entry, is_folder=old.is_folder), False
+        draft.claim, draft.claimed = claim, False
+        if old.mark.version >= claim:
+            return
+        draft.put = FilePut.of_entry(old.path, self._after(claim - 1), draft.entry, is_folder=old.is_folder)
         if old.nbytes:
             local = tier.storage.local_path(old.data_path)
             source = StorageSource(tier.storage, old.data_path, old.nbytes)
@@ -275,11 +280,12 @@ class Publisher:
 
 @dataclass(slots=True, kw_only=True)
 class _Draft:
-    """What is being published: under which number, whether that has still to be claimed for good, and whether its claim is ours."""
+    """What is being published: which number it has to claim (`to_claim`: still, for good), and whether the claim of that is ours."""
 
     put: FilePut
     entry: FileEntry
     to_claim: bool
+    claim: int
     claiming: bool = False
     claimed: bool = False
 
