@@ -368,6 +368,36 @@ def test_an_index_is_moved_last_and_removed_first(fs: TierFileSystem, folder: st
     assert removed == [[".metadata"], ["__0_0.distcp", "__1_0.distcp"]] * 2
 
 
+@pytest.mark.parametrize("way", ["put", "cp", "mv of a pattern"])
+def test_an_index_comes_last_in_whatever_way_its_folder_comes(fs: TierFileSystem, folder: str, tmp_path: Path, way: str) -> None:
+    names = [".metadata", "0.distcp", "model.safetensors.index.json", "z.safetensors"]
+    (tmp_path / "a").mkdir()
+    for name in names:
+        (tmp_path / "a" / name).write_bytes(name.encode() * (100_000 if name in ("0.distcp", "z.safetensors") else 1))
+    fs.put(str(tmp_path / "a"), f"{folder}/a", recursive=True)
+    if way == "cp":
+        fs.cp(f"{folder}/a", f"{folder}/b", recursive=True)
+    elif way == "mv of a pattern":
+        fs.mv(f"{folder}/a/*", f"{folder}/b/")
+    target = f"{folder}/a" if way == "put" else f"{folder}/b"
+    made = sorted(fs.ls(target), key=lambda info: info["version"].partition("-")[2])
+    assert {info["name"].rpartition("/")[2] for info in made[:2]} == {"0.distcp", "z.safetensors"}
+    assert [info["name"].rpartition("/")[2] for info in made[2:]] == [".metadata", "model.safetensors.index.json"]
+    assert {name: fs.cat_file(f"{target}/{name}") for name in names} == {name: (tmp_path / "a" / name).read_bytes() for name in names}
+
+
+def test_an_index_does_not_come_when_what_it_names_could_not(fs: TierFileSystem, folder: str, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(b"x")
+    both = [f"{folder}/a/.metadata", f"{folder}/a/0.distcp"]
+    with pytest.raises(FileNotFoundError):
+        fs.put([str(tmp_path / ".metadata"), str(tmp_path / "0.distcp")], both)
+    assert not fs.exists(f"{folder}/a")
+    fs.pipe_file(f"{folder}/.metadata", b"x")
+    with pytest.raises(FileNotFoundError):
+        fs.cp([f"{folder}/.metadata", f"{folder}/0.distcp"], both)
+    assert not fs.exists(f"{folder}/a")
+
+
 def test_after_a_flush_that_failed_a_text_file_is_not_published(fs: TierFileSystem, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`io.TextIOWrapper.close` closes what lies below it all the same, and no exception is being handled then."""
     fs.pipe_file(f"{folder}/f", b"the old one")
@@ -851,3 +881,23 @@ def test_where_the_authority_is_down_what_the_node_has_can_be_read(tmp_path: Pat
         away.rename(tmp_path / "shared")
         fs.pipe_file("/g", b"2")
         assert fs.cat_file("/g") == b"2"
+
+
+def test_folders_and_patterns_are_removed_whichever_release_of_fsspec_is_installed(
+    fs: TierFileSystem, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fsspec 2026.2, which datasets 4.7 holds torchtitan to, has no `assume_literal`: purging old checkpoints failed."""
+
+    async def older(self: Any, path: Any, recursive: bool = False, maxdepth: int | None = None) -> list[str]:
+        raise AssertionError("fsspec's own arguments differ between releases")
+
+    monkeypatch.setattr(fsspec.asyn.AsyncFileSystem, "_expand_path", older)
+    for name in ("a/1.txt", "a/b/2.txt", "c/3.txt", "c/4.bin", "d/[x]/5.txt", "d/x/6.txt"):
+        fs.pipe_file(f"{folder}/{name}", b"x")
+    assert fs.expand_path(f"{folder}/*", recursive=True, maxdepth=1) == [f"{folder}/a", f"{folder}/c", f"{folder}/d"]
+    fs.rm(f"{folder}/a", recursive=True)
+    fs.rm(f"{folder}/c/*.txt")
+    fs.rm(f"{folder}/d/[x]", recursive=True)
+    assert fs.find(folder) == [f"{folder}/c/4.bin", f"{folder}/d/x/6.txt"]
+    with pytest.raises(FileNotFoundError):
+        fs.rm(f"{folder}/nothing/*.txt")

@@ -27,7 +27,7 @@ from tierstore.fs.nodes import Node, NotAFolderError, NotEmptyError, Unsupported
 from tierstore.fs.opened import Key, Opened, Place, close_files, known_files, open_files
 from tierstore.fs.places import inner, options_of, outer, place_of, with_config
 from tierstore.fs.streams import TierReader, TierWriter
-from tierstore.fs.tree import Range, Tree, is_index
+from tierstore.fs.tree import Range, Tree, is_index, names_index
 from tierstore.tiers.files.spool import Spool
 
 __all__ = ["TierFileSystem"]
@@ -195,14 +195,27 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
     async def _expand_path(
         self, path: Any, recursive: bool = False, maxdepth: int | None = None, assume_literal: bool = False
     ) -> list[str]:
-        """As fsspec's, but a name with ``[``, ``?`` or ``*`` in it that is there is meant itself."""
-        given = [inner(each) for each in (path if isinstance(path, list) else [path])]
-        names = [each for each in given if not has_magic(each) or assume_literal or await self._exists(each)]
-        patterns = [each for each in given if each not in names]
+        """As fsspec's, but a name with ``[``, ``?`` or ``*`` in it that is there is meant itself.
+
+        Nothing is left to fsspec's own: its arguments differ between releases (2026.2 has no `assume_literal`).
+        """
+        if maxdepth is not None and maxdepth < 1:
+            raise ValueError("maxdepth must be at least 1")
         found: set[str] = set()
-        for each, literal in ((names, True), (patterns, False)):
-            if each:
-                found.update(await super()._expand_path(each, recursive=recursive, maxdepth=maxdepth, assume_literal=literal))
+        for given in path if isinstance(path, list | tuple | set) else [path]:
+            name, depth = inner(given), maxdepth
+            roots = [name]
+            if has_magic(name) and not assume_literal and not await self._exists(name):
+                roots = list(await self._glob(name, maxdepth=maxdepth))
+                found.update(roots)  # what a pattern names is a level of its own
+                depth = None if maxdepth is None else maxdepth - 1
+            for root in roots:
+                if recursive and depth != 0:
+                    found.update(await self._find(root, maxdepth=depth, withdirs=True))
+                if root not in found and (not recursive or await self._exists(root)):
+                    found.add(root)
+        if not found:
+            raise FileNotFoundError(path)
         return sorted(found)
 
     async def _created(self, path: str) -> datetime:
@@ -304,8 +317,27 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
             return
         await self._there(lambda tree: tree.put(name, bytes(value), exclusive=_exclusive(mode)), writing=True)
 
-    async def _put_file(self, lpath: Any, rpath: str, mode: str = "overwrite", callback: Any = DEFAULT_CALLBACK, **options: Any) -> None:
+    async def _put(self, lpath: Any, rpath: Any, recursive: bool = False, callback: Any = DEFAULT_CALLBACK, **options: Any) -> None:
+        """As fsspec's, but indexes (`is_index`) come when all others are there."""
+        later: list[tuple[Any, str]] = []
+        await super()._put(lpath, rpath, recursive=recursive, callback=callback, later=later, **options)
+        own = {key: value for key, value in options.items() if key not in ("batch_size", "maxdepth")}
+        for source, target in later:
+            await callback.branch_coro(self._put_file)(source, target, **own)
+
+    async def _put_file(
+        self,
+        lpath: Any,
+        rpath: str,
+        mode: str = "overwrite",
+        callback: Any = DEFAULT_CALLBACK,
+        later: list[tuple[Any, str]] | None = None,
+        **options: Any,
+    ) -> None:
         name, source = self._names(rpath), Path(lpath)
+        if later is not None and names_index(name):
+            later.append((lpath, rpath))
+            return
         if await asyncio.to_thread(source.is_dir):
             await self._makedirs(rpath, exist_ok=True)
             return
@@ -332,16 +364,27 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
             write(file)
         self.transaction.files.append(file)
 
-    async def _cp_file(self, path1: str, path2: str, **options: Any) -> None:
+    async def _cp_file(self, path1: str, path2: str, later: list[tuple[str, str]] | None = None, **options: Any) -> None:
         source, target = self._names(path1), self._names(path2)
+        if later is not None and names_index(target):
+            later.append((path1, path2))
+            return
         await self._there(lambda tree: tree.copy(source, target), writing=True)
 
-    async def _copy(self, path1: Any, path2: Any, recursive: bool = False, **options: Any) -> None:
-        """As fsspec's, but a file whose name looks like a pattern is one file."""
+    async def _copy(self, path1: Any, path2: Any, recursive: bool = False, on_error: str | None = None, **options: Any) -> None:
+        """As fsspec's, but a file whose name looks like a pattern is one file, and indexes (`is_index`) come when all others are there."""
         if isinstance(path1, str) and has_magic(inner(path1)) and await self._isfile(path1):
             into = str(path2).endswith("/") or await self._isdir(path2)
             path1, path2 = [path1], [f"{path2}/{inner(path1).rpartition('/')[2]}" if into else path2]
-        await super()._copy(path1, path2, recursive=recursive, **options)
+        later: list[tuple[str, str]] = []
+        on_error = on_error or ("ignore" if recursive else "raise")
+        await super()._copy(path1, path2, recursive=recursive, on_error=on_error, later=later, **options)
+        for source, target in later:
+            try:
+                await self._cp_file(source, target)
+            except FileNotFoundError:
+                if on_error != "ignore":
+                    raise
 
     async def _mv(self, path1: Any, path2: Any, recursive: bool = False, maxdepth: int | None = None, **options: Any) -> None:
         """The new name is there before the old one goes; between the two both are."""

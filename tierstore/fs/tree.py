@@ -15,7 +15,7 @@ from tierstore.tiers.files.spool import Spool
 from tierstore.tiers.session import Session
 from tierstore.tiers.together import together
 
-__all__ = ["Range", "Tree", "is_index"]
+__all__ = ["Range", "Tree", "is_index", "names_index"]
 
 _WINDOW_NBYTES = 16 << 20
 _GAP_NBYTES = 64 << 10
@@ -222,8 +222,14 @@ class Tree:
 
 
 def is_index(node: Node) -> bool:
-    """Whether it may say that the files beside it are whole, as torch's ``.metadata`` does: it comes last, and goes first."""
-    return not node.is_folder and node.path.rpartition("/")[2].startswith(".")
+    """Whether it may say that the files beside it are whole: it comes last, and goes first."""
+    return not node.is_folder and names_index(node.path)
+
+
+def names_index(path: str) -> bool:
+    """Whether a file of that name may be an index: torch's ``.metadata``, or ``model.safetensors.index.json``."""
+    name = path.rpartition("/")[2]
+    return name.startswith(".") or name.endswith(".index.json")
 
 
 @dataclass(slots=True, kw_only=True)
