@@ -117,7 +117,8 @@ def _moves_of(cli: Cli, session: Session, kind: Kind, info: CheckpointInfo, to: 
         place = names.index(tier.name)
         if kind == "push" and held and place < min(held):
             raise UsageError(
-                f"{info.run}@{info.step} lies on further tiers than {tier.name} only", hint=f"`tierstore pull … --to {tier.name}`"
+                f"{info.run}@{info.step} can't be pushed to {tier.name}: only further tiers have it",
+                hint=f"`tierstore pull … --to {tier.name}` copies it back",
             )
         if kind == "pull" and held and place > max(held):
             raise UsageError(

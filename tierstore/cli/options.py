@@ -147,7 +147,8 @@ class Verbs(typer.core.TyperGroup):
 def _tell_misuse(error: Any, context: Any) -> int:
     """A mistake in what was typed, as an error of ours; without a verb, the help."""
     if context is not None and type(error).__name__ == "NoArgsIsHelpError":
-        typer.echo(context.get_help())
+        if error.format_message():  # where rich formats the help, making the error has printed it already
+            typer.echo(error.format_message())
         return 2
     command = context.command_path if context is not None else "tierstore"
     message = str(error.format_message()).strip().rstrip(".") or "nothing was given to do"
