@@ -398,6 +398,44 @@ def test_an_index_does_not_come_when_what_it_names_could_not(fs: TierFileSystem,
     assert not fs.exists(f"{folder}/a")
 
 
+def test_below_a_file_there_is_nothing(fs: TierFileSystem, folder: str, tmp_path: Path) -> None:
+    (tmp_path / "local").write_bytes(b"x")
+    fs.pipe({f"{folder}/f": b"file", f"{folder}/d/x": b"x"})
+    ways: list[Any] = [
+        lambda: fs.pipe_file(f"{folder}/f/g", b"below"),
+        lambda: fs.pipe_file(f"{folder}/f/g/h", b"below"),
+        lambda: fs.put_file(str(tmp_path / "local"), f"{folder}/f/g"),
+        lambda: fs.open(f"{folder}/f/g", "wb"),
+        lambda: fs.cp_file(f"{folder}/d/x", f"{folder}/f/g"),
+        lambda: fs.mv(f"{folder}/d", f"{folder}/f", recursive=True),
+        lambda: fs.makedirs(f"{folder}/f/g"),
+    ]
+    for way in ways:
+        with pytest.raises(NotADirectoryError, match="f is a file"):
+            way()
+    assert fs.find(folder) == [f"{folder}/d/x", f"{folder}/f"]
+    fs.rm_file(f"{folder}/f")
+    fs.pipe_file(f"{folder}/f/g", b"below")
+    assert fs.cat_file(f"{folder}/f/g") == b"below"
+
+
+def test_options_that_are_a_mistake_are_told(tmp_path: Path) -> None:
+    for options, told in (
+        ({"confg": "store.yaml"}, "no option 'confg'.*did you mean config="),
+        ({"endpoint": "x"}, "no option 'endpoint'.*the options are config, tiers"),
+        ({"tiers": []}, r"tiers=\[\] names no tier"),
+        ({"store": "abc"}, "store='abc' is no open store"),
+    ):
+        with pytest.raises(UsageError, match=f"(?s){told}"):
+            fsspec.filesystem("tier", **options)
+    one = fsspec.filesystem("tier", tiers=str(tmp_path / "one"), use_listings_cache=True)
+    assert one is fsspec.filesystem("tier", tiers=[str(tmp_path / "one")], use_listings_cache=True)
+    one.pipe_file("/f", b"x")
+    one.close()
+    assert fsspec.filesystem("tier", tiers=tmp_path / "one").cat_file("/f") == b"x"
+    fsspec.filesystem("tier", tiers=tmp_path / "one").close()
+
+
 def test_after_a_flush_that_failed_a_text_file_is_not_published(fs: TierFileSystem, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`io.TextIOWrapper.close` closes what lies below it all the same, and no exception is being handled then."""
     fs.pipe_file(f"{folder}/f", b"the old one")

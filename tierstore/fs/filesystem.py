@@ -48,7 +48,7 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
 
     Args:
         config: A YAML file's path, a mapping, or a `StoreConfig`; None: what the command line would find.
-        tiers: The tiers themselves instead, nearest first, as `tierstore.open` takes them.
+        tiers: The tiers themselves instead, nearest first, as `tierstore.open` takes them; or one.
         ack: When a file counts as written: ``nearest``, ``authority``, ``durable``, or ``auto``; empty: as configured (``files.ack``).
         name: A configuration's name, as in ``tier://NAME/…``.
         store: An open `Store`, whose configuration is meant.
@@ -76,7 +76,7 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
         if getattr(self, "_cached", False):
             return
         # A loop is named only because the base class would start one of its own; `loop` gives the session's.
-        super().__init__(asynchronous=True, batch_size=batch_size, use_listings_cache=False, **options)
+        super().__init__(asynchronous=True, batch_size=batch_size, **{**options, "use_listings_cache": False})
         self.asynchronous = asynchronous
         self._given: dict[str, Any] = {"config": config, "tiers": None if tiers is None else list(tiers), "ack": ack}
         self._place: Place | None = None
@@ -347,7 +347,7 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
             return
 
         async def send(tree: Tree) -> None:
-            await tree.check_writable(name)
+            await tree.check_target(name)
             spool = tree.files.spool()
             try:
                 await asyncio.to_thread(send_file, source, spool.write, callback.relative_update)
@@ -507,7 +507,7 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
         exclusive = mode == "xb"
 
         async def check(tree: Tree) -> None:
-            await tree.check_writable(name)
+            await tree.check_target(name)
             if exclusive and (node := await tree.find(name)) is not None and not node.is_folder:
                 raise ConflictError(f"there is a file /{name} already", hint="open it with 'wb' to replace it")
 

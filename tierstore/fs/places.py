@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 import pickle
@@ -11,7 +12,7 @@ from typing import Any
 
 from fsspec.utils import stringify_path
 
-from tierstore.config import find_config, load_config
+from tierstore.config import StoreConfig, find_config, load_config
 from tierstore.errors import ConfigError, UsageError
 from tierstore.fs.opened import Place
 from tierstore.tier_uri import SCHEME, TierPlace, is_tier_uri, locate_config, split_tier_uri
@@ -19,6 +20,12 @@ from tierstore.tier_uri import SCHEME, TierPlace, is_tier_uri, locate_config, sp
 __all__ = ["inner", "options_of", "outer", "place_of", "with_config"]
 
 _ACKS = ("auto", "nearest", "authority", "durable")
+_OWN = ("config", "tiers", "ack", "name", "store", "asynchronous", "batch_size", "fingerprint")
+_OF_FSSPEC = frozenset(
+    {"skip_instance_cache", "loop", "use_listings_cache", "listings_expiry_time", "max_paths", "add_docs", "add_aliases"}
+    | {"auto_mkdir", "block_size", "default_block_size", "cache_type", "default_cache_type", "cache_options", "protocol"}
+)
+"""What programs give any file system; it changes nothing here."""
 
 
 def options_of(uri: str) -> dict[str, Any]:
@@ -32,10 +39,27 @@ def with_config(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options with the configuration's path in them, where they name it or leave it out and it can be found.
 
     So that an instance stays with the file that it was made for, also in another process, and wherever the program changes to.
+
+    Raises:
+        UsageError: An option is unknown, or says nothing.
     """
+    for key in options:
+        if key not in _OWN and key not in _OF_FSSPEC:
+            near = difflib.get_close_matches(key, _OWN, n=1)
+            raise UsageError(
+                f"tier:// has no option {key!r}", hint=f"did you mean {near[0]}=?" if near else f"the options are {', '.join(_OWN[:5])}"
+            )
     found = dict(options)
     if found.get("store") is not None:
-        found["config"] = found.pop("store").config
+        store = found.pop("store")
+        found["config"] = getattr(store, "config", None)
+        if not isinstance(found["config"], StoreConfig):
+            raise UsageError(f"store={store!r} is no open store", hint="pass what tierstore.open gave, or a configuration as config=")
+    if found.get("tiers") is not None:
+        tiers = found["tiers"]
+        found["tiers"] = [tiers] if isinstance(tiers, (str, os.PathLike, Mapping)) else list(tiers)
+        if not found["tiers"]:
+            raise UsageError("tiers=[] names no tier", hint="name one at least, nearest first; or leave it out and name a configuration")
     values = [*(found.get("tiers") or ()), found.get("config") or ""]
     if not all(isinstance(value, (str, os.PathLike)) for value in values):  # their texts hide secrets, and so differences
         found["fingerprint"] = hashlib.sha256(pickle.dumps(values)).hexdigest()

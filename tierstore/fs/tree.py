@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tierstore.errors import ConflictError, NotFoundError, TierStoreError, UsageError
 from tierstore.fs.checkpoints import Checkpoints
-from tierstore.fs.nodes import CheckpointFile, Node, folder_node, node_of
+from tierstore.fs.nodes import CheckpointFile, Node, NotAFolderError, folder_node, node_of
 from tierstore.tiers.files.entry import FileVersion
 from tierstore.tiers.files.files import Files
 from tierstore.tiers.files.spool import Spool
@@ -161,8 +161,8 @@ class Tree:
         return node_of(await self.files.publish(path, spool, exclusive=exclusive))
 
     async def put(self, path: str, data: bytes, *, exclusive: bool = False) -> Node:
-        """Makes `data` the file `path`; errors as `publish`."""
-        await self.check_writable(path)
+        """Makes `data` the file `path`; errors as `publish` and `check_target`."""
+        await self.check_target(path)
         return node_of(await self.files.put(path, data, exclusive=exclusive))
 
     async def check_writable(self, *paths: str) -> None:
@@ -171,13 +171,24 @@ class Tree:
             raise UsageError("the root is no file", hint="name a file below it")
         await self.checkpoints.refuse_writes(*paths)
 
+    async def check_target(self, path: str) -> None:
+        """Errors as `check_writable`, for a path under which something is about to be made.
+
+        Raises:
+            NotAFolderError: A file is where one of its folders would have to be.
+        """
+        await self.check_writable(path)
+        file = await self.files.file_above(path)
+        if file is not None:
+            raise NotAFolderError(f"/{file} is a file: there can't be a /{path} below it", hint="choose another name, or remove the file")
+
     async def copy(self, source: str, target: str) -> None:
         """Copies one file, or makes the folder `target` where `source` is one."""
         node = await self.look_up(source)
         if node.is_folder:
             await self.make_folder(target, exist_ok=True)
         elif isinstance(node.source, CheckpointFile):
-            await self.check_writable(target)
+            await self.check_target(target)
             spool = self.files.spool()
             try:
                 for begin in range(0, node.nbytes, _WINDOW_NBYTES):
@@ -187,7 +198,7 @@ class Tree:
             finally:
                 spool.discard()
         else:
-            await self.check_writable(target)
+            await self.check_target(target)
             await self.files.copy(source, target)
 
     async def make_folder(self, path: str, *, exist_ok: bool, parents: bool = True) -> None:
@@ -196,7 +207,7 @@ class Tree:
         Raises:
             ConflictError: There is a file of that name, or, without `exist_ok`, a folder.
             NotFoundError: Without `parents`: the folder above is missing.
-            ReadOnlyError: It would lie in a checkpoint.
+            NotAFolderError, ReadOnlyError: As `check_target`.
         """
         node = await self.find(path)
         if node is not None:
@@ -206,7 +217,7 @@ class Tree:
         above = path.rpartition("/")[0]
         if not parents and above and await self.find(above) is None:
             raise NotFoundError(f"there is no folder /{above} to make /{path} in", hint="use create_parents=True, or makedirs")
-        await self.check_writable(path)
+        await self.check_target(path)
         await self.files.make_folder(path)
 
     async def remove(self, nodes: Sequence[Node]) -> None:

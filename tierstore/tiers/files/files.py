@@ -81,6 +81,13 @@ class Files:
         """
         return await self._looker.look_up(path)
 
+    async def file_above(self, path: str) -> str | None:
+        """The file that is where a folder above `path` would have to be; None where there is none. Errors as `look_up`."""
+        names = check_path(path).split("/")
+        above = ["/".join(names[:depth]) for depth in range(1, len(names))]
+        states = await together(self._looker.state, above)
+        return next((state.path for state in states if state.live is not None), None)
+
     async def list(self, folder: str = "", *, recursive: bool = True) -> list[FileVersion]:
         """The files and folders below `folder`, sorted by path; empty if there is no such folder. Errors as `look_up`."""
         return await self._looker.list(folder, recursive=recursive)
