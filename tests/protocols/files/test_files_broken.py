@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import shutil
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,9 @@ from files_kit import bytes_of, content, opened, store, stored, write
 from tierstore.errors import AccessError, TemporaryError
 from tierstore.storage.contract import FileInfo, Storage
 from tierstore.tiers.files import looking
+from tierstore.tiers.files.mover import Item
+from tierstore.tiers.files.places import Mark
+from tierstore.tiers.files.placing import FilePut
 
 
 def unmount(folder: Path) -> Path:
@@ -67,6 +73,38 @@ def test_not_each_look_waits_for_all_retries_of_an_authority_that_is_down(tmp_pa
         before = down.asked
         assert content(session, files, "f") == bytes_of(1, 9000)
         assert down.asked > before
+
+
+def test_a_foreign_name_that_no_path_has_is_not_listed_and_keeps_nobody_from_removing_the_rest(tmp_path: Path) -> None:
+    with opened(store(tmp_path)) as (session, files):
+        write(session, files, "f", bytes_of(1, 10))
+        session.run(files.sync(20))
+        entry = next((tmp_path / "shared" / ".files" / "f@").glob("*.json"))
+        for name in ("%zz@", "%61@", "a@b@"):
+            (tmp_path / "shared" / ".files" / name).mkdir()
+            shutil.copy(entry, tmp_path / "shared" / ".files" / name)
+        listed = [version.path for version in session.run(files.list())]
+        assert listed == ["f"]
+        session.run(files.remove(listed))
+        assert session.run(files.list()) == []
+
+
+def test_a_process_that_ends_at_once_leaves_no_copy_that_nobody_has_awaited(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+
+        async def publish_and_end(files: Any) -> None:
+            await files.put("f", bytes_of(1, 10))
+            for _ in range(6):  # the lanes begin, and end before what they began has begun
+                await files._mover.close()
+                files._mover.add(Item(put=put, entry=None), files._tiers)
+                await asyncio.sleep(0)
+
+        with opened(store(tmp_path), drain=None) as (session, files):
+            put = FilePut(path="g", is_folder=False, mark=Mark(version=1, save_id="0" * 26), nbytes=0, kind="gone", document=b"{}")
+            session.run(publish_and_end(files))
+        gc.collect()
+    assert not [str(one.message) for one in told if "never awaited" in str(one.message)]
 
 
 class Down:

@@ -128,7 +128,10 @@ def parse_place(stored: str) -> Leaf | None:
     if root != ROOT or not place.endswith("@"):
         return None
     is_folder = place == "@" or place.endswith("/@")
-    path = decode_name(place[:-1].rstrip("/") if is_folder else place[:-1])
+    encoded = place[:-1].rstrip("/") if is_folder else place[:-1]
+    path = decode_name(encoded)
+    if "/".join(map(_encode, path.split("/"))) != encoded:
+        return None  # not by us: nobody would find it under its path
     found = _LEAF.fullmatch(name)
     if found is not None:
         kind: Kind = "entry" if found[4] is not None else "data" if found[3] == "data" else "gone"
