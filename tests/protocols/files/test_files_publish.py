@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import os
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -384,6 +385,51 @@ def test_where_no_tier_takes_a_file_the_error_says_so_and_the_bytes_are_kept(tmp
         assert spool.read(0, 3) == b"new"
         spool.discard()
         assert content(session, files, "f") == b"old"
+
+
+@pytest.mark.parametrize("authority", ["answers", "is away", "was lost"])
+def test_one_level_shows_what_all_levels_show_of_it_without_a_look_at_what_lies_deeper(tmp_path: Path, authority: str) -> None:
+    down = threading.Event()
+
+    async def away(operation: str, path: str) -> None:
+        if down.is_set():
+            raise TemporaryError("down")
+
+    async def nothing(operation: str, path: str) -> None: ...
+
+    nodes: list[Hooked] = []
+
+    def noting(storage: Any) -> Hooked:
+        nodes.append(Hooked(storage, nothing))
+        return nodes[-1]
+
+    with opened(store(tmp_path)) as (session, files):
+        for path in ("top", "a@", "both", "both/x", "d/1", "d/e/2", "d/e/f/3", "deep/er/x", "gone", "dead/1", "dead/e/2", "anew/1", *ODD):
+            write(session, files, path, path.encode())
+        for path in ("made", "made/inner", "unmade", "dead/made", "d/e"):
+            session.run(files.make_folder(path))
+        session.run(files.remove(["gone", "dead/1", "dead/e/2", "unmade", "dead/made", "anew/1"]))
+        write(session, files, "anew/1", b"x")
+        session.run(files.sync(30))
+    for tier in ("node", "far"):
+        (tmp_path / tier / ".files" / "both" / "theirs%zz" / "x").mkdir(parents=True)
+    if authority == "was lost":
+        for entry in (tmp_path / "shared" / ".files").iterdir():
+            shutil.rmtree(entry)
+    wrap = {"node": noting, "shared": lambda storage: Hooked(storage, away)}
+    with opened(store(tmp_path), wrap=wrap, drain=None) as (session, files):
+        if authority == "is away":
+            down.set()
+        for folder in ("", "d", "d/e", "both", "made", "made/inner", "unmade", "dead", "dead/e", "deep", "anew", "nowhere"):
+            everything = session.run(files.list(folder))
+            start = f"{folder}/" if folder else ""
+            level = [(one.path, one.is_folder, one.version, one.nbytes) for one in everything if "/" not in one.path[len(start) :]]
+            nodes[0].calls.clear()
+            found = session.run(files.list(folder, recursive=False))
+            assert [(one.path, one.is_folder, one.version, one.nbytes) for one in found] == level
+            if folder in ("", "d"):
+                assert ("list", f".files/{folder}".rstrip("/")) not in nodes[0].calls
+        down.clear()
 
 
 def test_folders_are_there_when_made_or_when_something_lies_in_them(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TypeVar
 
-from tierstore.errors import NotFoundError, StorageError, TierStoreError
+from tierstore.errors import NotFoundError, StorageError, TierStoreError, UsageError
 from tierstore.storage.contract import FileInfo
 from tierstore.tiers.files.entry import FileVersion
 from tierstore.tiers.files.places import ROOT, Mark, check_path, decode_name, folder_place, parse_place, place_of
@@ -31,6 +31,8 @@ Key = tuple[str, bool]
 _T = TypeVar("_T")
 _PROBES = 8
 """How many names of a folder are looked at before everything below it is listed."""
+_LEVEL = 100
+"""How many names of a folder are looked at one by one to list it alone; where there are more, everything below it is listed."""
 _SLOW_S, _AWAY_S = 1.0, 5.0
 """A tier that failed only after so long (its storage had tried again and again) is not asked again for so long, in seconds."""
 
@@ -187,6 +189,8 @@ class Looker:
             check_path(folder)
         start = f"{folder}/" if folder else ""
         found: dict[Key, FileVersion] = {}
+        if not recursive and (level := await self._level(folder)) is not None:
+            return [*level]
         for state in (await self.below(folder)).values():
             live = state.live
             if live is None or not state.path.startswith(start):
@@ -199,6 +203,28 @@ class Looker:
                 found[(state.path, state.is_folder)] = live
         listed = [one for one in found.values() if recursive or "/" not in one.path[len(start) :]]
         return sorted(listed, key=lambda one: (one.path, one.is_folder))
+
+    async def _level(self, folder: str) -> Sequence[FileVersion] | None:
+        """As `list` not recursive, without a look at all that lies below; None where that takes no less."""
+        levels = await self._ask(folder_place(folder), lambda tier, place: tier.storage.children(place))
+        names = {name for level in levels.values() for name in level.folders} - {"@"}
+        folders = [name for name in names if not name.endswith("@")]
+        if names and (not folders or len(names) > _LEVEL):
+            return None
+        start = f"{folder}/" if folder else ""
+        paths = {name: start + decode_name(name.removesuffix("@")) for name in names}
+        if not all(_leads_to(path, name) for name, path in paths.items()):
+            return None  # somebody else's names: passed over where everything is listed
+
+        async def look(name: str) -> FileVersion | None:
+            path = paths[name]
+            if name.endswith("@"):
+                return (await self.state(path)).live
+            made = (await self.state(path, is_folder=True)).live
+            return made or (implied_folder(path) if await self._anything_below(path) else None)
+
+        found = [one for one in await together(look, sorted(names)) if one is not None]
+        return sorted(found, key=lambda one: (one.path, one.is_folder))
 
     async def _files(self, place: str, *, everywhere: bool) -> dict[str, dict[Key, OnTier]]:
         listed = await self._ask(place, lambda tier, place: tier.storage.list(place), everywhere=everywhere)
@@ -288,6 +314,14 @@ class Looker:
             for key, on_tier in keys.items():
                 merged.setdefault(key, State(path=key[0], is_folder=key[1])).tiers[name] = on_tier
         return merged
+
+
+def _leads_to(path: str, name: str) -> bool:
+    """Whether the place of `path` has that name."""
+    try:
+        return (place_of(path) if name.endswith("@") else folder_place(path)).rpartition("/")[2] == name
+    except UsageError:
+        return False
 
 
 def implied_folder(path: str) -> FileVersion:
