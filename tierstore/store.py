@@ -589,10 +589,13 @@ class Store:
         return self._worker.status()
 
     def hurry(self, deadline: float) -> None:
-        """The process will end soon: no `sync` or `close`, one that is under way on another thread included, waits longer than so many
-        seconds from now. What is left then is told as `DeadlineError`, and resumed by the next process or by `tierstore sync`.
+        """The process will end soon: no `sync` or `close`, and no call that waits for other ranks, one that is under way on another thread
+        included, waits longer than so many seconds from now. What is left then is told as `DeadlineError`, and resumed by the next
+        process or by `tierstore sync`.
         """
         self._worker.hurry(deadline)
+        if (agreement := self.agreement) is not None:
+            agreement.hurry(deadline)
 
     def close(self, deadline: float | None = None) -> None:
         """Drains the background work and ends the store; idempotent. Meanwhile a terminal shows a progress bar for each tier.

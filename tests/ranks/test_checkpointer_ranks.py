@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,28 @@ def test_a_rank_that_hangs_is_not_waited_for_past_the_deadline(tmp_path: Path) -
     assert found == [["hung", ""], ["SIGTERM", 0]]
     (errors,) = tmp_path.glob("ranks-*/1.error")
     assert "is not saved: the save did not begin in time" in errors.read_text()
+
+
+def in_a_due_save(rank: int, world_size: int, folder: Path) -> Any:
+    """Rank 0 is told to stop while it waits in a save for a rank that does not come."""
+    model = torch.nn.Linear(2, 2)
+    with checkpointer(folder, model, None, every=4, deadline=3.0) as ckpt:
+        for step in ckpt.steps(10**9):
+            if rank == 1 and step == 8:
+                dist.barrier()
+                return ["hung", ckpt.stopped_by]
+            if rank == 0 and step == 8:
+                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            ckpt.step(step)
+        dist.barrier()
+        return [ckpt.stopped_by, [c.step for c in ckpt.store.checkpoints()]]
+
+
+def test_a_signal_during_a_due_save_that_waits_for_a_rank_is_answered_within_the_deadline(tmp_path: Path) -> None:
+    """It waited for ``save.agreement_timeout`` (10 minutes), whatever ``deadline=`` said."""
+    assert run_ranks(2, in_a_due_save, tmp_path) == [["SIGTERM", [4]], ["hung", ""]]
+    (errors,) = tmp_path.glob("ranks-*/0.error")
+    assert "the deadline of 3 s is over" in errors.read_text()
 
 
 def test_a_rank_of_which_nothing_is_heard_is_not_waited_for_past_the_deadline() -> None:

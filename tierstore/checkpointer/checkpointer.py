@@ -203,8 +203,7 @@ class Checkpointer:
         asked = None if every is None or every.by_step_alone else _numbers(metrics)
         if answer is None and not last and not self.store.should_save(n, asked):
             return False
-        self.save(n, metrics, final=last)
-        return True
+        return self._ending.in_time(lambda: self.save(n, metrics, final=last))
 
     def save(self, n: int, metrics: Mapping[str, Any] | None = None, *, tags: Sequence[str] = (), final: bool = False) -> Ticket:
         """Saves step `n` now, due or not; returns as soon as the state is copied into host memory.
@@ -275,7 +274,7 @@ class Checkpointer:
         self._line.end()
         try:
             if self._owns:
-                self._ending.drain(self.store.close)
+                self._ending.in_time(self.store.close)
         finally:
             self._stopping.close()
             self._signals.restore()

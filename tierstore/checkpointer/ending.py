@@ -72,11 +72,11 @@ class Ending:
         else:
             log.warning("%s: training stops after step %d without a save (on_preempt=%r)", name, step, self._policy)
         if self._policy != "abandon":
-            self.drain(self._store.sync)
+            self.in_time(self._store.sync)
         return saved
 
-    def drain(self, drain: Callable[[], None]) -> None:
-        """Calls `drain`, without a limit as long as no signal to stop came; one that comes meanwhile sets the limit.
+    def in_time(self, call: Callable[[], object]) -> bool:
+        """Calls what may wait for tiers or ranks: a signal to stop that comes meanwhile limits it. Returns whether it ended by itself.
 
         Raises:
             DeadlineError: Only where no signal came.
@@ -85,11 +85,13 @@ class Ending:
         watcher = threading.Thread(target=self._watch, args=(ended,), name="tierstore-hurry", daemon=True)
         watcher.start()
         try:
-            drain()
+            call()
+            return True
         except DeadlineError as error:
             if self._by_s is None:
                 raise
             log.error("the deadline of %g s is over: %s", self.deadline_s, error)
+            return False
         finally:
             ended.set()
             watcher.join()

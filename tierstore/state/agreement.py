@@ -28,6 +28,12 @@ Combine = Callable[[Sequence[bytes]], bytes]
 _PIECE_NBYTES = 4 << 20
 """A TCPStore refuses values of more than 8 MiB."""
 
+_WAIT_S = 2.0
+"""How long the store itself waits for an answer, in seconds."""
+
+_LOOK_S = 0.1
+"""How often a later one is looked for."""
+
 _GRACE_S = 15.0
 """How much longer than rank 0 the others wait: its verdict names who is missing."""
 
@@ -46,6 +52,7 @@ class Agreement:
     def __init__(self, group: Any = None, *, deadline_s: float) -> None:
         self.rank, self.world_size = group_of(group)
         self.deadline_s = deadline_s
+        self._hurry_at = math.inf
         self._asked = 0
         self._told: list[int] = []
         self._heard = 0
@@ -74,6 +81,10 @@ class Agreement:
             base = base.clone()
         made._store = distributed_c10d.PrefixStore(f"tierstore/named/{name}", base)
         return made
+
+    def hurry(self, deadline_s: float) -> None:
+        """The process will end soon: no question, one under way on another thread included, waits longer than `deadline_s` seconds."""
+        self._hurry_at = time.monotonic() + deadline_s
 
     def agree(self, what: str, value: bytes, combine: Combine) -> bytes:
         """Gives `value`, and returns what rank 0's `combine` makes of all ranks' values, in the order of the ranks.
@@ -191,7 +202,7 @@ class Agreement:
 
     def _missing(self, what: str, ranks: Sequence[int]) -> DeadlineError:
         return DeadlineError(
-            f"{what}: {_ranks(ranks)} of {self.world_size} did not come within {self.deadline_s:g} s",
+            f"{what}: {_ranks(ranks)} of {self.world_size} did not come {self._within(self.deadline_s)}",
             hint="see whether they died or hang (their logs, `py-spy dump`); every rank makes the same calls in the same order. "
             "Where only rank 0 is to take part, open the store there with rank=0, world_size=1",
             ranks=list(ranks),
@@ -199,10 +210,13 @@ class Agreement:
 
     def _silent(self, what: str) -> NoReturn:
         raise DeadlineError(
-            f"{what}: rank 0 of {self.world_size} did not answer within {self.deadline_s + _GRACE_S:g} s",
+            f"{what}: rank 0 of {self.world_size} did not answer {self._within(self.deadline_s + _GRACE_S)}",
             hint="see whether rank 0 died or hangs; every rank makes the same calls in the same order",
             ranks=[0],
         )
+
+    def _within(self, deadline_s: float) -> str:
+        return f"within {deadline_s:g} s" if time.monotonic() < self._hurry_at else "in the time that was left"
 
     def _put(self, key: str, value: bytes) -> None:
         pieces = math.ceil(len(value) / _PIECE_NBYTES)
@@ -216,20 +230,37 @@ class Agreement:
     def _get(self, key: str, end: float) -> bytes | None:
         """The value of `key`, waiting for it until `end` (of `time.monotonic`); None: it did not come."""
         try:
-            left = end - time.monotonic()
-            if left <= 0:
-                if not self._store.check([key]):
-                    return None
-            else:
-                self._store.wait([key], timedelta(seconds=left))
+            if not self._comes(key, end):
+                return None
             count, _, first = self._store.get(key).partition(b":")
             return bytes(first + b"".join(self._store.get(f"{key}/{piece}") for piece in range(1, int(count))))
         except dist.DistNetworkError as error:
             raise _store_error(error) from error
         except RuntimeError as error:
-            if time.monotonic() >= end - 0.1:
-                return None
             raise _store_error(error) from error
+
+    def _comes(self, key: str, end: float) -> bool:
+        """Whether `key` comes before `end`, or before the hurry's end where that is earlier, also if it is told meanwhile.
+
+        Most answers come while the store waits. A late one is looked for now and then: the store's own wait can't be broken off.
+        """
+        began = time.monotonic()
+        first_s = min(end - began, self._hurry_at - began, _WAIT_S)
+        if first_s > 0:
+            try:
+                self._store.wait([key], timedelta(seconds=first_s))
+                return True
+            except dist.DistNetworkError:
+                raise
+            except RuntimeError:
+                if time.monotonic() < began + first_s - 0.1:
+                    raise
+        while not self._store.check([key]):
+            left_s = min(end, self._hurry_at) - time.monotonic()
+            if left_s <= 0:
+                return False
+            time.sleep(min(left_s, _LOOK_S))
+        return True
 
     def _forget_told(self) -> None:
         told, self._told = self._told, []
