@@ -112,6 +112,20 @@ def test_a_model_of_another_shape_is_named(tmp_path: Path) -> None:
         ckpt.resume()
 
 
+@pytest.mark.parametrize("kinds", [("SGD", "AdamW"), ("AdamW", "SGD")])
+def test_an_optimizer_of_another_kind_is_told_and_not_filled_with_foreign_state(tmp_path: Path, kinds: tuple[str, str]) -> None:
+    """Its groups were set without a word, and the next step failed with a KeyError, or went on with half a state."""
+    model = torch.nn.Linear(4, 4)
+    saved, other = (getattr(torch.optim, kind)(model.parameters(), lr=0.1) for kind in kinds)
+    with Checkpointer(tiers_of(tmp_path), run="r", model=model, optimizer=saved) as ckpt:
+        ckpt.save(0)
+    with (
+        Checkpointer(tiers_of(tmp_path), run="r", model=model, optimizer=other) as ckpt,
+        pytest.raises(StateMismatchError, match=f"of another kind than this {kinds[1]}"),
+    ):
+        ckpt.resume()
+
+
 def test_an_optimizer_over_other_parameters_is_named(tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 4)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -24,6 +24,9 @@ __all__ = ["by_names", "by_numbers", "names_of", "space_for"]
 _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
 """What torch.compile and activation checkpointing put into the names of parameters."""
 
+_LATER = frozenset({"capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize"})
+"""What torch has added to its optimizers' groups in the course of time; a state that was saved before has none of it."""
+
 
 def names_of(model: torch.nn.Module | None) -> dict[int, str]:
     """The id of each parameter → its name, as `get_model_state_dict` has it."""
@@ -53,7 +56,7 @@ def by_numbers(optimizer: Any, names: Mapping[int, str], saved: Any) -> Any:
     """What `optimizer.load_state_dict` takes, of what `by_names` or `state_dict` returned.
 
     Raises:
-        StateMismatchError: The optimizer has other groups or parameters than the one that was saved; names them.
+        StateMismatchError: The optimizer is of another kind, or has other groups or parameters, than the one that was saved; names them.
     """
     if not (_is_torch_s(optimizer) and isinstance(saved, dict) and "param_groups" in saved):
         return saved
@@ -66,6 +69,14 @@ def by_numbers(optimizer: Any, names: Mapping[int, str], saved: Any) -> Any:
             f"the optimizer has {len(groups)} groups of parameters, the one that was saved has {len(saved['param_groups'])}",
             hint="make the optimizer as it was made for the run that saved it",
         )
+    for group in saved["param_groups"]:
+        lacking = sorted(set(getattr(optimizer, "defaults", ())) - set(group) - _LATER)
+        if lacking:
+            raise StateMismatchError(
+                f"the optimizer that was saved is of another kind than this {type(optimizer).__name__}: its groups have no "
+                f"{format_some(lacking, 8)}",
+                hint="make the optimizer as it was made for the run that saved it",
+            )
     order = [name for group in groups for name in group]
     missing, unexpected = tuple(sorted(set(order) - set(stored))), tuple(sorted(set(stored) - set(order)))
     if missing or unexpected:
