@@ -80,6 +80,7 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         for name in list(os.environ):
             if name.startswith("AWS_") or (name.startswith("TIERSTORE_") and not name.startswith("TIERSTORE_TEST_")):
                 patch.delenv(name)
+        patch.delenv("COLUMNS", raising=False)  # xdist says 80, which breaks lines
         for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "BOTO_CONFIG"):
             patch.setenv(name, os.devnull)
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")

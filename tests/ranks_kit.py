@@ -80,6 +80,7 @@ def _main(body: Body, rank: int, world_size: int, folder: Path, room: Path, valu
         dist.init_process_group(
             "gloo", init_method=f"file://{room}/rendezvous", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
         )
+        dist.barrier()  # a rank that ends at once would close the connections that another one is still making
         result = body(rank, world_size, folder, **values)
         (room / f"{rank}.json").write_text(json.dumps(result))
         dist.destroy_process_group()

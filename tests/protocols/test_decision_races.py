@@ -108,7 +108,7 @@ def test_what_was_acknowledged_is_never_swept_and_what_was_swept_is_never_acknow
         if isinstance(decided, RefusedError):
             assert (swept, log.swept) == (True, True), decided
             assert "comes too late: step 7" in decided.message
-            assert "was deleted at 2026-12-09T12:00:00.000000Z by " in decided.message
+            assert "was deleted at 9 Dec 2026 12:00Z by " in decided.message
         else:
             assert isinstance(decided, Record), decided
             assert (swept, log.swept, log.hidden, says_so(log)) == (False, False, False, True)

@@ -19,6 +19,9 @@ DOORS = {
 
 ABSENT = """
 import importlib, sys
+for name in [*sys.modules]:  # what the server of forks has imported
+    if name.split(".")[0] == sys.argv[2] or name.startswith("tierstore.integrations"):
+        del sys.modules[name]
 sys.modules[sys.argv[2]] = None  # as if it were not installed
 try:
     importlib.import_module("tierstore.integrations." + sys.argv[1])

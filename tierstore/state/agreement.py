@@ -75,7 +75,7 @@ class Agreement:
         group_of(None)
         made = cls.__new__(cls)
         made.rank, made.world_size, made.deadline_s, made._asked = rank, world_size, deadline_s, 0
-        made._told, made._heard = [], 0
+        made._told, made._heard, made._hurry_at = [], 0, math.inf
         base: Any = distributed_c10d._get_default_store()
         with contextlib.suppress(AttributeError, RuntimeError):
             base = base.clone()

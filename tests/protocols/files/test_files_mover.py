@@ -51,7 +51,7 @@ class Gate:
                 self.reached.set()
                 while not self.open.is_set():  # noqa: ASYNC110 - the test is on another thread
                     await asyncio.sleep(0.005)
-            if operation == "put" and path.startswith(".files"):
+            if operation == "put" and path.startswith(".files") and path.endswith((".json", ".gone")):
                 self.order.append(path.split("/")[-2])
 
         return Hooked(storage, hook)

@@ -103,25 +103,26 @@ class FilesPicture:
             for mark, held in self._on(tier, key).marks.items():
                 if held.published:
                     holders.setdefault(mark, []).append(tier)
-        removed = max((m for m, at in holders.items() if self._on(at[0], key).marks[m].gone), default=None)
-        for mark, at in holders.items():
-            held = self._on(at[0], key).marks[mark]
-            if removed is not None and mark < removed:
-                continue
-            lack = [t for t in targets if (last := self._on(t, key).newest) is None or last < mark]
-            if held.gone and now - save_id_time(mark.save_id) > GONE_KEPT:
-                lack = [t for t in lack if self._on(t, key).newest is not None]
-            if lack:
-                whole = sorted(at, key=lambda t: not self._on(t, key).marks[mark].whole)
-                yield Lacking(
-                    path=key[0],
-                    is_folder=key[1],
-                    mark=mark,
-                    gone=held.gone,
-                    nbytes=held.entry or 0,
-                    at=tuple(whole),
-                    targets=tuple(lack),
-                )
+        # The newest alone: an older one that is left here may be younger than what was replaced before it elsewhere in its folder, and
+        # would be seen on a further tier without it.
+        if not holders:
+            return
+        mark = max(holders)
+        held = self._on(holders[mark][0], key).marks[mark]
+        lack = [t for t in targets if (last := self._on(t, key).newest) is None or last < mark]
+        if held.gone and now - save_id_time(mark.save_id) > GONE_KEPT:
+            lack = [t for t in lack if self._on(t, key).newest is not None]
+        if lack:
+            whole = sorted(holders[mark], key=lambda t: not self._on(t, key).marks[mark].whole)
+            yield Lacking(
+                path=key[0],
+                is_folder=key[1],
+                mark=mark,
+                gone=held.gone,
+                nbytes=held.entry or 0,
+                at=tuple(whole),
+                targets=tuple(lack),
+            )
 
     def _on(self, tier: Tier, key: Key) -> OnTier:
         return self.held[tier.name].get(key) or OnTier()
