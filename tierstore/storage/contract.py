@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-__all__ = ["Capabilities", "FileInfo", "Listing", "ReadsEach", "Source", "Storage"]
+__all__ = ["Capabilities", "FileInfo", "InMemory", "Listing", "ReadsEach", "Source", "Storage"]
 
 
 class Source(Protocol):
@@ -32,6 +32,23 @@ class Source(Protocol):
 
     async def read(self, offset: int, nbytes: int) -> memoryview:
         """Exactly `nbytes` bytes at `offset`. The view stays valid and constant until the write has ended.
+
+        Raises:
+            IntegrityError: The bytes are not what was promised; the write is abandoned.
+        """
+
+
+@runtime_checkable
+class InMemory(Protocol):
+    """Beyond the contract: a source whose bytes lie in memory already.
+
+    A storage that moves bytes in threads takes them there, in the thread that moves them: no trip to the event loop for each piece, and
+    what a wrapper does with the bytes (hashing) is done while they are in that core's cache. A wrapper has `view` only where what it
+    wraps has it; one that has to wait (for its turn, for bandwidth) has none.
+    """
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """As `Source.read`, but callable from any thread, several at once; it may compute, and never waits for anything else.
 
         Raises:
             IntegrityError: The bytes are not what was promised; the write is abandoned.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 from collections.abc import Callable
 from pathlib import Path
 
 from tierstore.errors import UsageError
 from tierstore.storage.bandwidth import Bandwidth
-from tierstore.storage.contract import Source, Storage
+from tierstore.storage.contract import InMemory, Source, Storage
 
 __all__ = ["BytesSource", "CountingSource", "LocalSource", "StorageSource", "ThrottledSource"]
 
@@ -29,6 +30,10 @@ class BytesSource:
         return self._view.nbytes
 
     async def read(self, offset: int, nbytes: int) -> memoryview:
+        return self.view(offset, nbytes)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """`contract.InMemory`."""
         _check(offset, nbytes, self.nbytes)
         return self._view[offset : offset + nbytes]
 
@@ -99,11 +104,22 @@ class ThrottledSource:
 
 
 class CountingSource:
-    """Tells `on_bytes` how many bytes each pull gave; a part that is pulled again counts again."""
+    """Tells `on_bytes` how many bytes each pull gave; a part that is pulled again counts again.
 
-    def __init__(self, source: Source, on_bytes: Callable[[int], None]) -> None:
+    Args:
+        source: What is counted.
+        on_bytes: Told on the event loop's thread.
+        loop: That loop, where pulls may come from other threads (`contract.InMemory`); without it they can't.
+    """
+
+    view: Callable[[int, int], memoryview]
+    """`contract.InMemory`; there only if `source` has it and `loop` is given."""
+
+    def __init__(self, source: Source, on_bytes: Callable[[int], None], loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._source = source
         self._on_bytes = on_bytes
+        if loop is not None and isinstance(source, InMemory):
+            self.view = _counted(source, on_bytes, loop)
 
     @property
     def nbytes(self) -> int:
@@ -113,3 +129,12 @@ class CountingSource:
         view = await self._source.read(offset, nbytes)
         self._on_bytes(view.nbytes)
         return view
+
+
+def _counted(source: InMemory, on_bytes: Callable[[int], None], loop: asyncio.AbstractEventLoop) -> Callable[[int, int], memoryview]:
+    def view(offset: int, nbytes: int) -> memoryview:
+        found = source.view(offset, nbytes)
+        loop.call_soon_threadsafe(on_bytes, found.nbytes)  # before the thread's own result: whoever awaits that has heard of all bytes
+        return found
+
+    return view

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tierstore.clock import Clock
@@ -18,7 +19,7 @@ from tierstore.format.index import FileEntry, TensorEntry, build_index
 from tierstore.format.part import Part, encode_part
 from tierstore.format.receipt import Receipt, decode_receipt, encode_receipt
 from tierstore.names import Attempt, part_name, shard_name
-from tierstore.storage.contract import FileInfo, Source, Storage
+from tierstore.storage.contract import FileInfo, InMemory, Source, Storage
 from tierstore.storage.sources import LocalSource, StorageSource
 from tierstore.tiers.space import SAVE_RESERVE_NBYTES, check_space
 from tierstore.tiers.tier import Tier
@@ -31,16 +32,20 @@ _HASHES_AHEAD = 8
 
 
 class HashingSource:
-    """A `Source` that hashes its blocks in threads while a storage writes them, each block once.
+    """A `Source` that hashes its blocks while a storage writes them, each block once.
 
-    A storage may pull a range again for a retry: the bytes that it gets then are compared with those of the first time, for a
-    source that changes in between would leave a shard that is neither the old nor the new. Hashing runs beside the write (the
-    contract keeps a view valid and constant until the write has ended); `finish` waits for it.
+    A source in memory is hashed by the thread that takes a piece of it to write it (`view`); any other in threads of its own beside the
+    write (`read`; the contract keeps a view valid and constant until the write has ended). A storage may pull a range again for a
+    retry: the bytes that it gets then are compared with those of the first time, for a source that changes in between would leave a
+    shard that is neither the old nor the new. `finish` waits for all hashing.
 
     Args:
         source: The bytes.
         block_nbytes: The block size in bytes; pulls begin at and span whole blocks, but for the last one.
     """
+
+    view: Callable[[int, int], memoryview]
+    """`storage.contract.InMemory`: as `read`, hashed when it returns; there only if `source` has it."""
 
     def __init__(self, source: Source, block_nbytes: int = BLOCK_NBYTES) -> None:
         self._source = source
@@ -49,6 +54,11 @@ class HashingSource:
         self._hashing: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(_HASHES_AHEAD)
         self._error: IntegrityError | None = None
+        self._changed = threading.Condition()
+        self._looking = 0
+        if isinstance(source, InMemory):
+            self._memory = source
+            self.view = self._hashed_view
 
     @property
     def nbytes(self) -> int:
@@ -61,22 +71,30 @@ class HashingSource:
             IntegrityError: An earlier pull differed from what was pulled before.
             UsageError: The pull is not a whole number of blocks.
         """
-        end = offset + nbytes
-        if offset % self._block_nbytes or (end % self._block_nbytes and end != self.nbytes) or not 0 <= offset <= end <= self.nbytes:
-            raise UsageError(
-                f"bytes {offset} to {end} of {self.nbytes} are not whole blocks of {self._block_nbytes} bytes",
-                hint="the storage's capabilities.part_nbytes must be a multiple of the block size",
-            )
-        if self._error is not None:
-            raise self._error
+        self._check(offset, nbytes)
         view = await self._source.read(offset, nbytes)
-        if len(view) != nbytes:
-            raise IntegrityError(f"the source gave {len(view)} bytes at {offset}, not {nbytes}")
+        _check_length(view, offset, nbytes)
         await self._slots.acquire()
-        task = asyncio.ensure_future(self._hash(offset, view))
+        task = asyncio.ensure_future(asyncio.to_thread(self._hash, offset, view))
         self._hashing.add(task)
         task.add_done_callback(self._hashed)
         return view
+
+    def _hashed_view(self, offset: int, nbytes: int) -> memoryview:
+        with self._changed:
+            self._looking += 1
+        try:
+            self._check(offset, nbytes)
+            view = self._memory.view(offset, nbytes)
+            _check_length(view, offset, nbytes)
+            self._hash(offset, view)
+            if self._error is not None:
+                raise self._error
+            return view
+        finally:
+            with self._changed:
+                self._looking -= 1
+                self._changed.notify_all()
 
     async def finish(self) -> bytes:
         """The digests of all blocks, concatenated, once the write has ended.
@@ -96,23 +114,40 @@ class HashingSource:
         return b"".join(done)
 
     async def settle(self) -> None:
-        """Waits until no thread looks at the source's memory any more."""
+        """Waits until no thread hashes the source's memory any more."""
         while self._hashing:
             await asyncio.wait(self._hashing)
+        if self._looking:
+            await asyncio.to_thread(self._wait)
 
-    async def _hash(self, offset: int, view: memoryview) -> None:
-        digests = await asyncio.to_thread(block_digests, view, self._block_nbytes)
+    def _wait(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._looking == 0)
+
+    def _check(self, offset: int, nbytes: int) -> None:
+        end = offset + nbytes
+        if offset % self._block_nbytes or (end % self._block_nbytes and end != self.nbytes) or not 0 <= offset <= end <= self.nbytes:
+            raise UsageError(
+                f"bytes {offset} to {end} of {self.nbytes} are not whole blocks of {self._block_nbytes} bytes",
+                hint="the storage's capabilities.part_nbytes must be a multiple of the block size",
+            )
+        if self._error is not None:
+            raise self._error
+
+    def _hash(self, offset: int, view: memoryview) -> None:
+        digests = block_digests(view, self._block_nbytes)
         first = offset // self._block_nbytes
-        for number in range(len(digests) // DIGEST_NBYTES):
-            digest = digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]
-            before = self._digests[first + number]
-            if before is None:
-                self._digests[first + number] = digest
-            elif before != digest and self._error is None:
-                self._error = IntegrityError(
-                    f"block {first + number} changed while it was written",
-                    hint="the staged image was modified during the save; nothing was committed",
-                )
+        with self._changed:
+            for number in range(len(digests) // DIGEST_NBYTES):
+                digest = digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]
+                before = self._digests[first + number]
+                if before is None:
+                    self._digests[first + number] = digest
+                elif before != digest and self._error is None:
+                    self._error = IntegrityError(
+                        f"block {first + number} changed while it was written",
+                        hint="the staged image was modified during the save; nothing was committed",
+                    )
 
     def _hashed(self, task: asyncio.Task[None]) -> None:
         self._hashing.discard(task)
@@ -120,6 +155,11 @@ class HashingSource:
         if not task.cancelled() and (error := task.exception()) is not None and self._error is None:
             self._error = IntegrityError(f"hashing failed: {error}")
             self._error.__cause__ = error
+
+
+def _check_length(view: memoryview, offset: int, nbytes: int) -> None:
+    if len(view) != nbytes:
+        raise IntegrityError(f"the source gave {len(view)} bytes at {offset}, not {nbytes}")
 
 
 async def persist(

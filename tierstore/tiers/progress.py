@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ def NO_PROGRESS(tier: str, attempt: Attempt, file: str, nbytes_done: int, nbytes
 def telling(progress: Progress, tier: str, attempt: Attempt, file: str, source: Source) -> Iterator[Source]:
     """`source`, which tells `progress` as it is written to `tier`; the whole of it when the block ends well, nothing where it fails.
 
-    A local file stays as it is: a folder may take it in without reading it.
+    A local file stays as it is: a folder may take it in without reading it. To be entered on the event loop that `progress` is told on.
     """
     done = 0
 
@@ -39,7 +40,7 @@ def telling(progress: Progress, tier: str, attempt: Attempt, file: str, source: 
         progress(tier, attempt, file, done, source.nbytes)
 
     try:
-        yield source if isinstance(source, LocalSource) else CountingSource(source, tell)
+        yield source if isinstance(source, LocalSource) else CountingSource(source, tell, asyncio.get_running_loop())
     except BaseException:
         progress(tier, attempt, file, 0, 0)
         raise
