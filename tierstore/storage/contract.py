@@ -14,13 +14,13 @@ Rules (each has a test in `tierstore.testing.conformance`):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-__all__ = ["Capabilities", "FileInfo", "InMemory", "Listing", "ReadsEach", "Source", "Storage"]
+__all__ = ["Capabilities", "FileInfo", "InMemory", "Listing", "Reading", "ReadsEach", "ReadsPieces", "ReadsProved", "Source", "Storage"]
 
 
 class Source(Protocol):
@@ -164,3 +164,63 @@ class ReadsEach(Protocol):
 
     async def read_each(self, paths: Sequence[str]) -> list[bytes | Exception]:
         """The files, whole; in the place of one that can't be read stands the error that `Storage.read` would raise."""
+
+
+@runtime_checkable
+class ReadsProved(Protocol):
+    """Beyond the contract: a storage whose reading threads let the caller look at the bytes while the CPU's cache still holds them."""
+
+    async def read_proved(
+        self, path: str, offset: int, buffer: memoryview, prove: Callable[[int, memoryview], None], *, unit: int = 1 << 20
+    ) -> None:
+        """`Storage.read_into`, with a proof: fills `buffer`, and raises as that does.
+
+        Args:
+            path: The file.
+            offset: Where in it, in bytes.
+            buffer: Writable, contiguous bytes. After an error they are anything, and nobody writes into them.
+            prove: Called as ``prove(at, piece)`` in the reading threads, several at once, for every byte once: `at` is the piece's place
+                in the file. The piece is the storage's own memory, and only lent. What it raises ends the read, and passes.
+            unit: Pieces begin at `offset` plus a multiple of so many bytes, and are a multiple of it long, but for the last one.
+        """
+
+
+class Reading(Protocol):
+    """What is read of one file, and where it goes; given by who asks a `ReadsPieces` for it. Its methods are called in reading threads,
+    several at once, never after the call has ended, and never twice for the same byte."""
+
+    @property
+    def path(self) -> str:
+        """The file."""
+
+    @property
+    def ranges(self) -> Sequence[tuple[int, int]]:
+        """``(begin, end)`` in bytes, sorted, not overlapping; read in this order."""
+
+    @property
+    def unit(self) -> int:
+        """Pieces begin at a range's begin plus a multiple of so many bytes, and are a multiple of it long, but for a range's last."""
+
+    def place(self, begin: int, end: int) -> memoryview | None:
+        """The memory into which these bytes may be read, where they all belong to one place; None: they are taken from lent memory."""
+
+    def take(self, begin: int, piece: memoryview, placed: bool) -> None:
+        """Proves the bytes of the file from `begin` on, and puts them where they belong. The piece is warm in the CPU's cache, and lent.
+
+        Args:
+            begin: Where in the file, in bytes.
+            piece: The bytes.
+            placed: `piece` is in the memory that `place` gave for them.
+        """
+
+    def failed(self, begin: int, end: int, error: Exception) -> None:
+        """These bytes can't be had; those of them that were not taken never will be. Raises `error` to end the whole call, or returns:
+        then everything else is read on, where the file is still there."""
+
+
+@runtime_checkable
+class ReadsPieces(Protocol):
+    """Beyond the contract: a storage that reads ranges of many files with its own threads, without a trip to the event loop for each."""
+
+    async def read_pieces(self, readings: Sequence[Reading]) -> None:
+        """Reads all of them, the first ones first. Errors go to `Reading.failed`, as `Storage.read_into` would raise them."""
