@@ -101,7 +101,9 @@ def run_virtually(coro: Coroutine[Any, Any, T]) -> T:
 class InlinePool(concurrent.futures.Executor):
     """Stands for `storage._threads.DaemonPool` where a `PosixStorage` runs on a `SteppingLoop`."""
 
-    def __init__(self, size: int, name: str) -> None:
+    crowded = False
+
+    def __init__(self, size: int, name: str, nice: int = 0) -> None:
         self.pid = os.getpid()
         self.completed = 0
 

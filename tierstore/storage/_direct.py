@@ -10,10 +10,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-import numpy as np
 
 from tierstore.storage._syscalls import Syscalls
 
@@ -31,6 +29,8 @@ _CACHED_ONLY = getattr(os, "RWF_NOWAIT", 0)
 
 def address_of(view: memoryview) -> int:
     """The address of the first byte of a non-empty view of bytes."""
+    import numpy as np  # a third of the start of a command that moves no bytes
+
     return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
 
 
@@ -116,23 +116,31 @@ class OpenFile:
             OSError: What the system said; ECANCELED if the file is being closed.
         """
         with self._used():
-            done = 0
-            while done < data.nbytes:
-                rest, at = data[done:], offset + done
-                nbytes = rest.nbytes // ALIGNMENT * ALIGNMENT
-                if nbytes and at % ALIGNMENT == 0 and address_of(rest) % ALIGNMENT == 0 and (fd := self._direct()) >= 0:
-                    try:
-                        wrote = self._syscalls.pwrite(fd, rest[:nbytes], at)
-                    except OSError as error:
-                        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                            raise
-                        self._direct_wanted = False  # a device with larger blocks, or a file system that only pretends
-                        continue
-                else:
-                    wrote = self._syscalls.pwrite(self._fd, rest, at)
-                if wrote <= 0:
-                    raise OSError(errno.EIO, "the system wrote nothing and gave no reason")
-                done += wrote
+            self._write(data, offset)
+
+    def write_from(self, take: Callable[[], memoryview], offset: int) -> None:
+        """`write` of what `take` gives, which is called when the file is known to be open, and for which `close` waits too."""
+        with self._used(), take().cast("B") as data:
+            self._write(data[:], offset)
+
+    def _write(self, data: memoryview, offset: int) -> None:
+        done = 0
+        while done < data.nbytes:
+            rest, at = data[done:], offset + done
+            nbytes = rest.nbytes // ALIGNMENT * ALIGNMENT
+            if nbytes and at % ALIGNMENT == 0 and address_of(rest) % ALIGNMENT == 0 and (fd := self._direct()) >= 0:
+                try:
+                    wrote = self._syscalls.pwrite(fd, rest[:nbytes], at)
+                except OSError as error:
+                    if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                        raise
+                    self._direct_wanted = False  # a device with larger blocks, or a file system that only pretends
+                    continue
+            else:
+                wrote = self._syscalls.pwrite(self._fd, rest, at)
+            if wrote <= 0:
+                raise OSError(errno.EIO, "the system wrote nothing and gave no reason")
+            done += wrote
 
     def read(self, buffer: memoryview, offset: int) -> int:
         """Fills `buffer` from `offset`; returns the number of bytes read, which is less than wanted only at the end of the file."""

@@ -124,8 +124,8 @@ class WritingFile:
     """A file that is written under a temporary name. Making one does no I/O; `discard` ends it at any time, from any thread."""
 
     def __init__(self, tree: Tree, final: str, nbytes: int, *, direct: bool) -> None:
+        self.final = final
         self._tree = tree
-        self._final = final
         self._nbytes = nbytes
         self._direct = direct and nbytes >= DIRECT_WRITE_NBYTES
         self._lock = threading.Lock()
@@ -152,6 +152,11 @@ class WritingFile:
         assert self._file is not None
         self._file.write(data, offset)
 
+    def write_from(self, take: Callable[[], memoryview], offset: int) -> None:
+        """Writes what `take` gives; once `discard` has returned, neither of them looks at those bytes any more."""
+        assert self._file is not None
+        self._file.write_from(take, offset)
+
     def publish(self) -> datetime:
         """Makes the bytes durable, then the name; returns the time of the last change.
 
@@ -168,16 +173,16 @@ class WritingFile:
         if facts.st_size != self._nbytes:
             raise OSError(errno.EIO, f"{facts.st_size} bytes were stored of {self._nbytes}")
         crashpoints.reach("posix.before-rename")
-        tree.into_folder(self._final, self._rename)
+        tree.into_folder(self.final, self._rename)
         crashpoints.reach("posix.after-rename")
-        tree.sync_folders(os.path.dirname(self._final))
+        tree.sync_folders(os.path.dirname(self.final))
         return datetime.fromtimestamp(facts.st_mtime, timezone.utc)
 
     def _rename(self) -> None:
         with self._lock:
             if self._given_up:
                 raise OSError(errno.ECANCELED, "the operation was given up")
-            self._tree.syscalls.rename(self._temporary, self._final)
+            self._tree.syscalls.rename(self._temporary, self.final)
 
     def discard(self) -> None:
         """Removes the temporary; after `publish`, and a second time, it does nothing."""

@@ -7,27 +7,39 @@ file server would keep the process from ever ending. These threads can be abando
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["DaemonPool"]
+__all__ = ["DaemonPool", "lower_priority"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class DaemonPool(Executor):
-    """At most `size` threads, made as they are needed; belongs to the process that made it."""
+def lower_priority(nice: int) -> None:
+    """Makes the calling thread nicer than its process by `nice`, 19 at most: it takes a core only as far as others leave it.
 
-    def __init__(self, size: int, name: str) -> None:
+    Linux alone has that for a thread; elsewhere nothing happens.
+    """
+    if nice and sys.platform == "linux":
+        process = os.getpriority(os.PRIO_PROCESS, os.getpid())  # of its first thread: the one that made this may be nicer itself
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(process + nice, 19))
+
+
+class DaemonPool(Executor):
+    """At most `size` threads, made as they are needed, nicer than the process by `nice`; belongs to the process that made it."""
+
+    def __init__(self, size: int, name: str, nice: int = 0) -> None:
         self.pid = os.getpid()
         self.completed = 0
         """How many calls have ended: one that waits in the queue learns from it whether the threads hang."""
         self._size = size
         self._name = name
+        self._nice = nice
         self._changed = threading.Condition()
         self._work: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._idle = 0
@@ -57,7 +69,13 @@ class DaemonPool(Executor):
         for future, _ in dropped:
             future.cancel()
 
+    @property
+    def crowded(self) -> bool:
+        """Whether a call waits for a thread and none is idle: one that could go on for long had better let it have its own."""
+        return len(self._work) > self._idle
+
     def _serve(self) -> None:
+        lower_priority(self._nice)
         while True:
             with self._changed:
                 self._idle += 1

@@ -7,9 +7,11 @@ import functools
 import logging
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,11 +20,12 @@ from tierstore.names import check_relative
 from tierstore.storage._clone import clone_file
 from tierstore.storage._direct import OpenFile
 from tierstore.storage._oserrors import free_nbytes, translate
+from tierstore.storage._pouring import Beat, Pouring
 from tierstore.storage._publish import Tree, WritingFile, create_file
 from tierstore.storage._syscalls import OsSyscalls, Syscalls
 from tierstore.storage._threads import DaemonPool
 from tierstore.storage._walk import delete_files, list_dead, list_files, list_level, stat_file, sweep
-from tierstore.storage.contract import Capabilities, FileInfo, Listing, Source
+from tierstore.storage.contract import Capabilities, FileInfo, InMemory, Listing, Source
 from tierstore.storage.sources import BytesSource
 from tierstore.storage.tasks import end_all
 
@@ -186,14 +189,37 @@ class PosixStorage:
         file = WritingFile(self._tree, full, nbytes, direct=self._direct)
         published = False
         try:
-            await self._call("write", full, file.open, nbytes=nbytes)
-            await self._pour(full, source, file)
-            modified_at = await self._call("write", full, file.publish, nbytes=nbytes)
+            if isinstance(source, InMemory):
+                modified_at = await self._pour_memory(full, source, file, nbytes)
+            else:
+                await self._call("write", full, file.open, nbytes=nbytes)
+                await self._pour(full, source, file)
+                modified_at = await self._call("write", full, file.publish, nbytes=nbytes)
             published = True
         finally:
             if not published:
                 await self._finally("remove a temporary of", full, file.discard)
         return FileInfo(path=path, nbytes=nbytes, modified_at=modified_at)
+
+    async def _pour_memory(self, full: str, source: InMemory, file: WritingFile, nbytes: int) -> datetime:
+        """Lets threads take pieces of the source and write them."""
+        pouring = Pouring(file, source.view, nbytes, part_nbytes=_PART_NBYTES, crowded=self._crowded)
+        if nbytes <= _PART_NBYTES:
+            beat = Beat()
+            return await self._call("write", full, pouring.at_once, beat, nbytes=nbytes, beat=beat)
+
+        async def work() -> None:
+            more = True
+            while more:
+                beat = Beat()
+                more = await self._call("write", full, pouring.turn, beat, nbytes=nbytes, beat=beat)
+
+        await self._call("write", full, file.open, nbytes=nbytes)
+        try:
+            await _all([work() for _ in range(min(self._n_threads, -(-nbytes // _PART_NBYTES)))])
+        finally:
+            pouring.end()
+        return await self._call("write", full, file.publish, nbytes=nbytes)
 
     async def _pour(self, full: str, source: Source, file: WritingFile) -> None:
         """Pulls the source part by part and writes the parts in any order: while some are hashed by the source, others are written."""
@@ -289,8 +315,17 @@ class PosixStorage:
             pool = self._pool = DaemonPool(self._n_threads, "tierstore-posix")
         return pool
 
-    async def _call(self, doing: str, full: str, fn: Callable[..., T], *args: Any, nbytes: int | None = None) -> T:
-        """Runs a blocking function in a thread; its OSError becomes one of the error family, a hanging thread a `DeadlineError`."""
+    def _crowded(self) -> bool:
+        pool = self._pool
+        return pool is not None and pool.crowded
+
+    async def _call(
+        self, doing: str, full: str, fn: Callable[..., T], *args: Any, nbytes: int | None = None, beat: Beat | None = None
+    ) -> T:
+        """Runs a blocking function in a thread; its OSError becomes one of the error family, a hanging thread a `DeadlineError`.
+
+        A function that takes several steps tells of them in `beat`: the deadline is for each.
+        """
         while True:
             pool = self._threads()
             started = threading.Event()
@@ -298,7 +333,7 @@ class PosixStorage:
             future = asyncio.wrap_future(call)
             try:
                 if await self._begun(pool, started, call, future):
-                    return await self._in_time(doing, full, pool, future, nbytes=nbytes)
+                    return await self._in_time(doing, full, pool, future, nbytes=nbytes, beat=beat)
             finally:
                 if not future.done():
                     future.cancel()
@@ -319,10 +354,15 @@ class PosixStorage:
             self._pool = None
         pool.shutdown()
 
-    async def _in_time(self, doing: str, full: str, pool: DaemonPool, future: asyncio.Future[T], *, nbytes: int | None = None) -> T:
+    async def _in_time(
+        self, doing: str, full: str, pool: DaemonPool, future: asyncio.Future[T], *, nbytes: int | None, beat: Beat | None
+    ) -> T:
         future.add_done_callback(_retrieved)
         try:
-            await asyncio.wait({future}, timeout=self._deadline_s)
+            left_s = self._deadline_s
+            while not future.done() and (left_s is None or left_s > 0):
+                await asyncio.wait({future}, timeout=left_s)
+                left_s = None if self._deadline_s is None else 0.0 if beat is None else beat.at + self._deadline_s - time.monotonic()
             if not future.done():
                 self._abandon(pool)
                 raise DeadlineError(
