@@ -89,6 +89,9 @@ class MemoryReader:
     def near_files(self) -> tuple[frozenset[str], frozenset[str]]:
         return self.on_node, frozenset()
 
+    async def hydrate(self, wants: Sequence[AnyWant]) -> None:
+        return None
+
     async def objects(self, rank: int) -> bytes:
         raise NotImplementedError
 

@@ -20,7 +20,7 @@ from tierstore.names import Attempt
 from tierstore.tiers.progress import Progress
 from tierstore.units import format_size
 
-__all__ = ["TierBars", "closing_bars", "new_bars"]
+__all__ = ["TierBars", "closing_bars", "loading_bars", "new_bars"]
 
 
 class TierBars:
@@ -80,6 +80,17 @@ def new_bars(console: Console) -> RichProgress:
         transient=True,
         redirect_stdout=False,  # results go where they are to go, bars or not
     )
+
+
+@contextmanager
+def loading_bars() -> Iterator[Progress | None]:
+    """Bars on this process's stderr for whatever arrives on tiers meanwhile; None where that is no terminal, or they are switched off."""
+    stream = sys.stderr
+    if stream is None or not stream.isatty() or not progress_wanted():
+        yield None
+        return
+    with new_bars(Console(file=stream, markup=False, emoji=False, highlight=False)) as bars:
+        yield TierBars(bars, {})
 
 
 @contextmanager

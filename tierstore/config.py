@@ -21,7 +21,7 @@ from tierstore.config_cadence import AutoEvery, BetterEvery, DynamicEvery, SaveE
 from tierstore.config_document import Document, expand, parse_yaml
 from tierstore.config_explain import explain
 from tierstore.config_mistakes import KeyPath, Mistake, config_error, is_secret, redact
-from tierstore.config_models import FilesConfig, IoConfig, SaveConfig, StoreConfig, TierConfig
+from tierstore.config_models import FilesConfig, IoConfig, LoadConfig, SaveConfig, StoreConfig, TierConfig
 from tierstore.config_retention import (
     BestRule,
     EveryRule,
@@ -51,6 +51,7 @@ __all__ = [
     "GcConfig",
     "IoConfig",
     "KeepRule",
+    "LoadConfig",
     "Match",
     "Override",
     "ProtectConfig",

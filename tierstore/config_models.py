@@ -17,9 +17,10 @@ from tierstore.config_mistakes import Mistake, MistakesError, redact
 from tierstore.config_retention import Override, RetentionConfig
 from tierstore.config_uris import default_durable, is_local, normal_uri, overlaps
 from tierstore.config_values import Count, Duration, Model, Rate, Size, Text
+from tierstore.errors import UsageError
 from tierstore.names import check_run
 
-__all__ = ["FilesConfig", "IoConfig", "ReadConfig", "SaveConfig", "StoreConfig", "TierConfig"]
+__all__ = ["FilesConfig", "IoConfig", "LoadConfig", "ReadConfig", "SaveConfig", "StoreConfig", "TierConfig", "hydrate_tier"]
 
 _TIER_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 _LEVELS = ("staged", "committed", "durable")
@@ -101,6 +102,22 @@ class SaveConfig(Model):
     """How long a tier may keep failing before a close or a sync without a deadline gives up waiting for it."""
 
 
+class LoadConfig(Model):
+    """How loading behaves."""
+
+    hydrate: Text = Field("off", examples=["off"])
+    """``off``, or the name of a tier of this node: shard files that a load wants at least half of are copied there first, once a node."""
+
+    @field_validator("hydrate", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        if value is False:
+            return "off"  # what YAML makes of `off`
+        if value is True:
+            raise ValueError("it must be the name of a tier, or off")
+        return value
+
+
 class IoConfig(Model):
     """What background work may use."""
 
@@ -154,6 +171,7 @@ class StoreConfig(Model):
     retention: RetentionConfig | None = None
     overrides: Annotated[tuple[Override, ...], Field(min_length=1)] | None = None
     io: IoConfig = IoConfig()
+    load: LoadConfig = LoadConfig()
     files: FilesConfig = FilesConfig()
 
     @field_validator("run")
@@ -163,7 +181,7 @@ class StoreConfig(Model):
 
     @model_validator(mode="after")
     def _fits_together(self) -> StoreConfig:
-        mistakes = [*_tier_mistakes(self), *_durable_mistakes(self), *_retention_mistakes(self)]
+        mistakes = [*_tier_mistakes(self), *_durable_mistakes(self), *_load_mistakes(self), *_retention_mistakes(self)]
         if mistakes:
             raise MistakesError(mistakes)
         return self
@@ -251,6 +269,49 @@ def _durable_mistakes(config: StoreConfig) -> Iterator[Mistake]:
     elif not named[0].durable or (shared and named[0].scope == "node"):
         what = "is lost with the node" if named[0].durable else "is not durable"
         yield Mistake(path=("durable_at",), value=config.durable_at, reason=f"this tier {what}", remedy=f"name one of {names}")
+
+
+def why_not_hydrated(config: StoreConfig, name: str) -> tuple[str, str] | None:
+    """Why loads can't be hydrated onto the tier `name`, and what to write instead; None where they can.
+
+    It must be a disk of the node, reached through the operating system (its processes agree there by a lock), and stand before the tier
+    that decides: what loads bring there comes and goes, and must never be what a checkpoint's life depends on.
+    """
+    before = config.tiers[: [t.name for t in config.tiers].index(config.authority.name)]
+    able = [t.name for t in before if t.scope == "node" and is_local(t.uri)]
+    if name in able:
+        return None
+    remedy = f"name {' or '.join(able)}, or write off" if able else "put a folder of the node's own before the other tiers, or write off"
+    tier = next((t for t in config.tiers if t.name == name), None)
+    if tier is None:
+        return "no tier has this name", remedy
+    if tier.scope != "node":
+        return "all nodes see this tier: there is nothing to bring nearer to one of them", remedy
+    if tier.name == config.authority.name:
+        return "this tier decides what is committed, and holds every checkpoint by itself", remedy
+    if not is_local(tier.uri):
+        return "it is no path: the node's processes could not agree there who copies", remedy
+    return "it stands behind the tier that decides what is committed", remedy
+
+
+def hydrate_tier(config: StoreConfig, wanted: str | Literal[False] | None = None) -> str | None:
+    """The tier that a load hydrates onto, if it does: `wanted`, or (None) what the configuration says.
+
+    Raises:
+        UsageError: `wanted` is no tier for that.
+    """
+    name = config.load.hydrate if wanted is None else wanted
+    if name is False or name == "off":
+        return None
+    if (found := why_not_hydrated(config, name)) is not None:
+        raise UsageError(f"nothing can be hydrated onto {name!r}: {found[0]}", hint=found[1], tier=name)
+    return name
+
+
+def _load_mistakes(config: StoreConfig) -> Iterator[Mistake]:
+    name = config.load.hydrate
+    if name != "off" and (found := why_not_hydrated(config, name)) is not None:
+        yield Mistake(path=("load", "hydrate"), value=name, reason=found[0], remedy=found[1])
 
 
 def _retention_mistakes(config: StoreConfig) -> Iterator[Mistake]:

@@ -34,6 +34,10 @@ CRASH_POINTS: tuple[str, ...] = (
     "promote.after-record",
     "promote.before-replicated",
     "promote.after-replicated",
+    "bring.before-receipt",
+    "bring.after-receipt",
+    "bring.before-unmark",
+    "bring.after-unmark",
     "expire.before-record",
     "expire.after-record",
     "evict.before-evicting",
@@ -68,6 +72,7 @@ CRASH_POINTS: tuple[str, ...] = (
     "posix.after-rename",
     "posix.create-before-link",
     "posix.create-after-link",
+    "s3.after-part",
     "s3.before-complete",
     "s3.after-complete",
 )

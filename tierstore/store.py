@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Literal
 
-from tierstore.bars import closing_bars
+from tierstore.bars import closing_bars, loading_bars
 from tierstore.clock import Clock, SystemClock
 from tierstore.config import StoreConfig, load_config
 from tierstore.config_cadence import SaveEvery, parse_every
+from tierstore.config_models import hydrate_tier
 from tierstore.config_uris import check_outside
 from tierstore.errors import ClosedError, TierStoreError, UsageError, reason_of
 from tierstore.format.objects import ObjectCodecs
@@ -38,9 +39,11 @@ from tierstore.state.stage_chunks import PlannedChunk, stage_chunks
 from tierstore.tiers.cadence import Cadence
 from tierstore.tiers.catalog import Catalog, CheckpointInfo, RecordCache, scan
 from tierstore.tiers.exit_hook import ExitHook
+from tierstore.tiers.hydrate import Hydration
 from tierstore.tiers.locks import lock_path
 from tierstore.tiers.log import decide_fate
 from tierstore.tiers.progress import NO_PROGRESS, Progress
+from tierstore.tiers.replica import Replica
 from tierstore.tiers.session import Session
 from tierstore.tiers.status import Status
 from tierstore.tiers.ticket import Ticket
@@ -49,6 +52,9 @@ from tierstore.tiers.worker import SaveJob, Worker
 __all__ = ["Resumed", "Store", "open"]
 
 log = logging.getLogger(__name__)
+
+_SETTLE_S = 5.0
+"""How long a load, or the end of a store, waits for what it hydrated to count, in seconds; the files are there and used before."""
 
 Which = int | str
 """A checkpoint as a caller names it: a step, ``latest``, ``best:METRIC``, ``tag:TAG``, or ``RUN@…`` of these."""
@@ -121,6 +127,14 @@ class Store:
         self._cache = self._session.new_cache() if rank == 0 else RecordCache()  # of many ranks one keeps this machine's disk busy
         self._told = progress is not None
         self._worker = Worker(self._session, self.run, rank=rank, progress=progress or NO_PROGRESS)
+        self._hydration = Hydration(
+            self._session.tiers,
+            self._clock,
+            self._session.leases,
+            stall_s=config.io.stall_timeout_s,
+            files_in_flight=config.io.threads,
+            progress=self._worker.progress,
+        )
         self._retention = Retention(
             self._session,
             self.run,
@@ -494,6 +508,7 @@ class Store:
 
         Raises:
             NotFoundError: Nothing of that name.
+            UsageError: `options` name a tier to hydrate onto that is none of this node's.
             StateMismatchError: `into` and the checkpoint differ; nothing was changed.
             IntegrityError: No tier has a good copy; names each tier and its reason.
             RankError, DeadlineError: Another rank failed, or did not come within ``save.agreement_timeout``; named.
@@ -620,6 +635,7 @@ class Store:
                     self._worker.tell(bars)
                 self._worker.close(deadline)
         finally:
+            self._session.run(self._hydration.close(_SETTLE_S))
             self._pool.close()
             self._session.close()
 
@@ -702,20 +718,23 @@ class Store:
     ) -> tuple[CheckpointInfo, Any]:
         """Finds, opens and loads a checkpoint, together with the other ranks. With `go_on` training goes on from it: its lease stays."""
         ranks = self.agreement
-        replica = jointly(ranks, f"{what}: opening it", lambda: self._session.open_replica(find(), objects=True)).result
+        replica = jointly(ranks, f"{what}: opening it", lambda: self._open_to_load(find(), options)).result
         try:
-            state = load_state(
-                replica,
-                self._session.run,
-                into=into,
-                options=options,
-                rank=self.rank,
-                world_size=self.world_size,
-                codecs=self._codecs,
-                ranks=ranks,
-                what=what,
-                exchange_nbytes=self.config.io.max_scratch,
-            )
+            with self._bars(wanted=replica.hydrating is not None):
+                state = load_state(
+                    replica,
+                    self._session.run,
+                    into=into,
+                    options=options,
+                    rank=self.rank,
+                    world_size=self.world_size,
+                    codecs=self._codecs,
+                    ranks=ranks,
+                    what=what,
+                    exchange_nbytes=self.config.io.max_scratch,
+                )
+            if replica.hydrating is not None:
+                self._session.run(self._hydration.settled(_SETTLE_S))
         except BaseException:
             replica.let_go()
             raise
@@ -723,6 +742,26 @@ class Store:
             self._worker.resumed_from(replica.info.attempt, replica.take_lease())
         replica.let_go()
         return replica.info, state
+
+    def _open_to_load(self, info: CheckpointInfo, options: LoadOptions | None) -> Replica:
+        """Opens it; what is largely wanted of it comes nearer first, where the options or the configuration say so."""
+        tier = hydrate_tier(self.config, options.hydrate if options is not None else None)
+        replica = self._session.open_replica(info, objects=True)
+        if tier is not None:
+            replica.hydrating = self._hydration.onto(self._session.tiers.get(tier))
+        return replica
+
+    @contextmanager
+    def _bars(self, *, wanted: bool) -> Iterator[None]:
+        """Progress bars on this process's terminal for what a load copies; not where somebody is told, nor on any rank but the first."""
+        with loading_bars() if wanted and self.rank == 0 and not self._told else nullcontext() as bars:
+            if bars is not None:
+                self._worker.tell(bars)
+            try:
+                yield
+            finally:
+                if bars is not None:
+                    self._worker.tell(NO_PROGRESS)
 
     def _resume(self, load: Callable[[Callable[[], CheckpointInfo], str], tuple[CheckpointInfo, Any]], *, fallback: bool) -> Resumed | None:
         return resume_newest(

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from tierstore.config_models import hydrate_tier
 from tierstore.dcp.contents import Contents, contents_of, metadata_of
 from tierstore.dcp.place import moved, place_of
 from tierstore.errors import NotFoundError, StateMismatchError, UsageError
@@ -36,11 +37,15 @@ from tierstore.state.rank_trees import RankTrees
 from tierstore.state.reading import Fill, fill_all
 from tierstore.tier_uri import is_tier_uri
 from tierstore.tiers.catalog import scan
+from tierstore.tiers.hydrate import Hydration
 from tierstore.tiers.replica import Replica
 from tierstore.tiers.session import Session
 from tierstore.units import format_some
 
 __all__ = ["TierStorageReader"]
+
+_SETTLE_S = 5.0
+"""How long a load waits for what it hydrated to count, in seconds; the files are there and used before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +58,8 @@ class _Together:
 
 
 class TierStorageReader(StorageReader):
-    """Loads with ``torch.distributed.checkpoint.load`` from a store. Writes nothing to it; can be pickled at any time.
+    """Loads with ``torch.distributed.checkpoint.load`` from a store. Can be pickled at any time. Writes nothing to the store, but for what
+    ``load: {hydrate: …}`` of its configuration brings onto this node.
 
     Args:
         source: ``tier://[NAME]/[config.yaml/]RUN[/step-N | @REFERENCE]``, or a configuration in any form that `tierstore.open` takes; None:
@@ -92,6 +98,7 @@ class TierStorageReader(StorageReader):
     def _begin(self) -> None:
         """What a process has for itself."""
         self._session: Session | None = None
+        self._hydration: Hydration | None = None
         self._replica: Replica | None = None
         self._contents: Contents | None = None
         self._own = -1
@@ -159,6 +166,8 @@ class TierStorageReader(StorageReader):
             future.set_result(None)
         finally:
             self._let_go()
+            if self._hydration is not None and self._session is not None:
+                self._session.run(self._hydration.settled(_SETTLE_S))
         done: Future[None] = future
         return done
 
@@ -169,9 +178,11 @@ class TierStorageReader(StorageReader):
 
     def close(self) -> None:
         """Ends what the reader has open; the next load opens it again."""
-        session, pid = self._session, self._pid
+        session, pid, hydration = self._session, self._pid, self._hydration
         self._begin()
         if session is not None and pid == os.getpid():
+            if hydration is not None:
+                session.run(hydration.close(_SETTLE_S))
             session.close()
 
     # ---- inside
@@ -191,7 +202,17 @@ class TierStorageReader(StorageReader):
             wanted = self._place.reference or Reference(run="", selector="latest")
             catalog = self._session.run(scan(self._session.tiers, self._place.run))
             self._replica = self._session.open_replica(catalog.resolve(wanted))
+            if (tier := hydrate_tier(self._place.config)) is not None:
+                self._replica.hydrating = self._hydration_of(self._session).onto(self._session.tiers.get(tier))
         return self._replica
+
+    def _hydration_of(self, session: Session) -> Hydration:
+        if self._hydration is None:
+            io = session.config.io
+            self._hydration = Hydration(
+                session.tiers, session.clock, session.leases, stall_s=io.stall_timeout_s, files_in_flight=io.threads
+            )
+        return self._hydration
 
     def _run(self) -> Any:
         assert self._session is not None

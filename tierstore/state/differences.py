@@ -51,6 +51,9 @@ class LoadOptions:
     exchange: Literal["auto", "off"] = "auto"
     """``auto``: where several ranks load together, what more than one of them needs is read from afar once and sent to the others. ``off``:
     each reads for itself. The same on all ranks."""
+    hydrate: str | Literal[False] | None = None
+    """Where files that are largely wanted are copied to before they are read: a tier of this node; False: nowhere. None: as configured
+    (``load: {hydrate: …}``)."""
 
     def __post_init__(self) -> None:
         allowed = {
@@ -65,6 +68,8 @@ class LoadOptions:
                 raise UsageError(
                     f"LoadOptions({option}={getattr(self, option)!r})", hint=f"{option} is one of {', '.join(map(repr, values))}"
                 )
+        if self.hydrate is True or self.hydrate == "":
+            raise UsageError(f"LoadOptions(hydrate={self.hydrate!r})", hint="name a tier of this node, or say False")
         for option in ("allow_missing", "allow_unexpected"):
             if isinstance(getattr(self, option), str):
                 raise UsageError(f"LoadOptions({option}={getattr(self, option)!r})", hint=f"write {option}=({getattr(self, option)!r},)")

@@ -29,6 +29,7 @@ __all__ = [
     "copy_payload",
     "document_replica",
     "manifest_proof",
+    "quarantining",
     "read_manifest",
     "record_replica",
     "sources_of",
@@ -71,11 +72,12 @@ async def copy_payload(context: CopyContext, view: AttemptView, target: Tier) ->
     listing = await target.storage.children(attempt.folder)
     there = {f.path.rpartition("/")[2]: f.nbytes for f in listing.files}
     await check_space(target, sum(f.nbytes for f in manifest.files if there.get(f.name) != f.nbytes))
-    on_damage = _quarantining(context, view)
+    on_damage = quarantining(context, view)
 
     async def shard(file: FileEntry) -> tuple[str, FileInfo]:
         sources = sources_of(context, view, target, file.name)
-        return file.name, await copy_file(context, attempt, target, sources, file, manifest.block_nbytes, on_damage)
+        absent = file.name not in there
+        return file.name, await copy_file(context, attempt, target, sources, file, manifest.block_nbytes, on_damage, absent=absent)
 
     copied = dict(await all_or_none([shard(file) for file in shards]))
     copied.update(await _copy_documents(context, view, target, manifest, kinds=("part", "objects", "index")))
@@ -117,7 +119,7 @@ async def _copy_documents(
     context: CopyContext, view: AttemptView, target: Tier, manifest: Manifest, *, kinds: Sequence[str]
 ) -> dict[str, FileInfo]:
     """Copies the small files of the given kinds, those of the first kind first."""
-    on_damage = _quarantining(context, view)
+    on_damage = quarantining(context, view)
 
     async def document(file: FileRecord) -> tuple[str, FileInfo]:
         proof = Proof(digest=file.digest, block_nbytes=manifest.block_nbytes)
@@ -134,7 +136,7 @@ async def _copy_manifest(context: CopyContext, view: AttemptView, target: Tier) 
     """The manifest, after everything that it names."""
     reach("promote.before-manifest")
     sources = sources_of(context, view, target, MANIFEST)
-    return await copy_document(context, view.attempt, target, sources, MANIFEST, manifest_proof(view), _quarantining(context, view))
+    return await copy_document(context, view.attempt, target, sources, MANIFEST, manifest_proof(view), quarantining(context, view))
 
 
 async def _copy_log(context: CopyContext, view: AttemptView, target: Tier) -> None:
@@ -174,7 +176,7 @@ async def _read_index(context: CopyContext, view: AttemptView, target: Tier, man
         raise IntegrityError(f"the manifest in {view.attempt.folder} names no index", hint="run `tierstore verify`", run=view.attempt.run)
     proof = Proof(digest=record.digest, block_nbytes=manifest.block_nbytes)
     sources = sources_of(context, view, target, record.name)
-    data = await read_document(view.attempt, sources, record.name, proof, _quarantining(context, view), wanted_by=target)
+    data = await read_document(view.attempt, sources, record.name, proof, quarantining(context, view), wanted_by=target)
     index, _ = await asyncio.to_thread(decode_index, data)
     return index
 
@@ -199,7 +201,7 @@ def sources_of(context: CopyContext, view: AttemptView, target: Tier, name: str)
     return sorted(usable, key=lambda t: (t.name, name) in view.log.quarantined)
 
 
-def _quarantining(context: CopyContext, view: AttemptView) -> OnDamage:
+def quarantining(context: CopyContext, view: AttemptView) -> OnDamage:
     """Records a damaged copy in the log, once, so that readers and later copies go elsewhere first. Nothing is deleted."""
 
     async def on_damage(tier: Tier, file: str, detail: str) -> None:

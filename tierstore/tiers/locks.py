@@ -5,12 +5,16 @@ processes that copy the same checkpoint do harm to nothing but the bandwidth. Th
 works without a lock: flock may be local or off on Lustre and NFS (PROTOCOLS.md §1), and a lock that holds on some nodes only
 is worse than none.
 
+A file's lock (`FileLock`) is as harmless: of those that want one file copied onto the node's tier one copies it, and tells the others
+how far it is.
+
 flock is the operating system's: it is gone when the process that holds it is gone, however it died.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -24,9 +28,10 @@ from tierstore.errors import AccessError, LockedError
 from tierstore.names import TMP
 from tierstore.tiers.tier import Tiers
 
-__all__ = ["RunLock", "lock_path"]
+__all__ = ["FileLock", "RunLock", "lock_path"]
 
 _POLL_S = 0.1
+_TOLD_NBYTES = 64
 
 
 def lock_path(tiers: Tiers, run: str) -> Path | None:
@@ -94,32 +99,101 @@ class RunLock:
             self.release()
 
     def _open(self, path: Path) -> int:
-        while True:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            except OSError as error:
-                raise AccessError(
-                    f"can't open the lock {path}: {error.strerror}", hint="make the node tier writable", file=str(path)
-                ) from error
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _same_file(fd, path):  # else a sweeper removed the name between opening and locking
-                    os.ftruncate(fd, 0)
-                    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-                    return fd
-                os.close(fd)
-            except OSError as error:
-                pid = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
-                os.close(fd)
-                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise AccessError(f"can't lock {path}: {error.strerror}", hint="put the node tier on a local disk") from error
-                raise LockedError(
-                    f"run {self.run!r} is being worked on by process {pid or 'unknown'} on this node",
-                    hint="wait for it (--wait), or ask that process: a trainer's background worker promotes by itself",
-                    run=self.run,
-                    pid=int(pid) if pid.isdigit() else None,
-                ) from None
+        fd, told = _take(path)
+        if fd >= 0:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+            return fd
+        pid = told.strip()
+        raise LockedError(
+            f"run {self.run!r} is being worked on by process {pid or 'unknown'} on this node",
+            hint="wait for it (--wait), or ask that process: a trainer's background worker promotes by itself",
+            run=self.run,
+            pid=int(pid) if pid.isdigit() else None,
+        )
+
+
+class FileLock:
+    """The lock of one piece of work on this node, with what its holder tells the others; its file goes with the work.
+
+    A file that is there and that nobody holds was left by a process that died.
+
+    Attributes:
+        path: Its file.
+        told: Where another process holds it: what that one told last. Where it was taken over from a process that died: that one's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.told = ""
+        self._fd = -1
+        self._pid = -1
+
+    @property
+    def held(self) -> bool:
+        return self._fd >= 0 and self._pid == os.getpid()
+
+    def take(self) -> bool:
+        """Takes it, if no other process has it; says whether it did.
+
+        Raises:
+            AccessError: The lock file can't be made or locked.
+        """
+        fd, self.told = _take(self.path)
+        if fd < 0:
+            return False
+        self._fd, self._pid = fd, os.getpid()
+        self.told = os.pread(fd, _TOLD_NBYTES, 0).decode("ascii", "replace")
+        self.tell("")
+        return True
+
+    def tell(self, text: str) -> None:
+        """What the others read while they wait: behind this process's number, a short line of ASCII."""
+        if self.held:
+            os.pwrite(self._fd, f"{self._pid} {text}".ljust(_TOLD_NBYTES - 1)[: _TOLD_NBYTES - 1].encode() + b"\n", 0)
+
+    def release(self) -> None:
+        """Removes its file, then lets it go: who finds the file finds somebody at work, or dead. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd < 0 or self._pid != os.getpid():
+            return
+        with contextlib.suppress(OSError):  # a read-only file system, a swept folder: an empty file is left at worst
+            if _same_file(fd, self.path):
+                os.unlink(self.path)
+        os.close(fd)
+
+    def forget(self) -> None:
+        """For a forked child: closes the parent's descriptor, so that the child does not keep the lock when the parent is gone."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _take(path: Path) -> tuple[int, str]:
+    """Opens and locks a file: its descriptor; or -1 and what it holds, where another process has it.
+
+    Raises:
+        AccessError: It can't be made or locked.
+    """
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise AccessError(
+                f"can't open the lock {path}: {error.strerror}", hint="make the node tier writable", file=str(path)
+            ) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _same_file(fd, path):  # else somebody removed the name between opening and locking
+                return fd, ""
+            os.close(fd)
+        except OSError as error:
+            told = os.pread(fd, _TOLD_NBYTES, 0).decode("ascii", "replace")
+            os.close(fd)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise AccessError(f"can't lock {path}: {error.strerror}", hint="put the node tier on a local disk") from error
+            return -1, told
 
 
 def _same_file(fd: int, path: Path) -> bool:

@@ -56,6 +56,11 @@ class PassedOver:
         able = [s for s in self._sources if (s.files is None or file in s.files) and (s.tier.name, file) not in self._absent]
         return sorted(able, key=lambda s: s.tier.name in self._down)
 
+    def add(self, source: Source) -> None:
+        """A copy of some files that came while the checkpoint is open: it is asked first from now on."""
+        self._sources = (source, *self._sources)
+        self._absent -= {(source.tier.name, file) for file in source.files or ()}
+
     def answers(self, tier: Tier) -> None:
         """A tier that did not answer does again."""
         self._down.discard(tier.name)

@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from tierstore.errors import IntegrityError, NotFoundError, StorageError
 from tierstore.format.digest import DIGEST_NBYTES, bad_blocks, block_digests, digest_of, file_digest
@@ -36,6 +36,13 @@ log = logging.getLogger(__name__)
 _ENTRIES_NBYTES = 64 << 20
 """Block digests that are kept, in bytes: those of 2 TiB."""
 
+class BringsNearer(Protocol):
+    """What copies files onto a tier of this node before they are read from afar (`hydrate.Onto`)."""
+
+    async def ahead(self, replica: Replica, wants: Sequence[AnyWant]) -> None:
+        """Does so for the files that `wants` are a large part of; fails no load."""
+
+
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 """Runs a coroutine on the event loop that a replica lives on, from another thread (`storage.loop.EventLoop.run`)."""
 
@@ -49,6 +56,7 @@ class Replica:
         manifest: The manifest, proved against the commit record.
         index: The routing index, proved against the manifest. A long one reads its rows when they are asked for, and waits for them: it
             is for the caller's threads, not for the event loop.
+        hydrating: Asked before each read to bring whole files nearer; None: nothing is.
         bytes_fetched: Bytes read, by tier.
         requests: Reads sent to storages, by tier.
     """
@@ -65,6 +73,7 @@ class Replica:
     ) -> None:
         self.info = info
         self.lease = lease
+        self.hydrating: BringsNearer | None = None
         self._finish = None if lease is None else weakref.finalize(self, lease.let_go)
         if self._finish is not None:
             self._finish.atexit = False
@@ -176,6 +185,7 @@ class Replica:
         """
         if self.lease is not None:
             self.lease.begin()  # in a forked child it holds one of its own
+        await self.hydrate(wants)
         align = self.index.block_nbytes if verify else 1
         spans = plan_spans(wants, file_nbytes=self.index.file_nbytes, align=align, cost=self._cost())
         if verify:
@@ -188,6 +198,21 @@ class Replica:
             concurrency=max(cost.concurrency for cost in costs.values()),
             budget_nbytes=self._budget_nbytes,
         )
+
+    async def hydrate(self, wants: Sequence[AnyWant]) -> None:
+        """Brings files nearer of which `wants` are a large part, where this load is to (`hydrating`); `read` begins with it."""
+        if self.hydrating is not None:
+            await self.hydrating.ahead(self, wants)
+
+    def comes_nearer(self, tier: Tier, files: frozenset[str]) -> None:
+        """These files lie on `tier` as well by now, and are read there first."""
+        source = Source(tier=tier, files=files, expected=False)
+        self._sources = (source, *self._sources)
+        self._passed.add(source)
+
+    async def file_entry(self, name: str) -> FileEntry:
+        """A file with the digests of its blocks, read if need be; raises as `document`."""
+        return await self._entry(name)
 
     # ---- inside
 

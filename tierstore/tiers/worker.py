@@ -212,7 +212,7 @@ class Worker:
         """
         self._check_usable()
         engine = self._engine
-        view = WorkerView() if engine is None else self._session.run(_view(engine, self._board))
+        view = WorkerView(transfers=self._board.transfers()) if engine is None else self._session.run(_view(engine, self._board))
         return self._session.run(collect_status(self._session.tiers, self.run, clock=self._session.clock, worker=view))
 
     def close(self, deadline_s: float | None = None) -> None:

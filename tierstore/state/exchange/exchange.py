@@ -57,6 +57,9 @@ class SharedReader(Reader, Protocol):
     def near_files(self) -> tuple[frozenset[str], frozenset[str]]:
         """The files that this node's own tiers should have; those that lie on local file systems, other nodes' too."""
 
+    async def hydrate(self, wants: Sequence[AnyWant]) -> None:
+        """Brings files onto this node of which `wants` are a large part, where it is to."""
+
 
 class Exchange:
     """The exchange of one load: a context manager around all that a rank does for it, so that a rank that fails says so to the others.
@@ -97,7 +100,9 @@ class Exchange:
             DeadlineError: Ranks died or hang; ``context["ranks"]`` names them.
         """
         index = reader.index
-        wants = Sorted([w for w in wants_of(fills, index.block_nbytes) if w.nbytes], index.file_names)
+        wanted = [w for w in wants_of(fills, index.block_nbytes) if w.nbytes]
+        run(reader.hydrate(wanted))  # before the ranks tell each other what lies near
+        wants = Sorted(wanted, index.file_names)
         needs = self._meet(self._needs(reader, wants))
         sizes = np.array([index.file_nbytes(name) for name in index.file_names], dtype=np.int64)
         plan = plan_exchange(needs, rank=self._agreement.rank, file_nbytes=sizes, block_nbytes=index.block_nbytes)
