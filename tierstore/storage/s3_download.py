@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from tierstore.errors import IntegrityError, StorageError, TemporaryError
+from tierstore.storage._http_range import Head
 from tierstore.storage.s3_client import S3Requests
+from tierstore.storage.s3_direct import DirectReads
 
 __all__ = ["Download"]
 
@@ -19,9 +23,22 @@ class Download:
         offset: Where the range begins, in bytes.
         buffer: The caller's memory, which is filled whole (``format "B"``, one dimension, not empty), or None to read to the end
             of the object into memory of its own.
+        direct: Reads large ranges beside the client; None: nothing is.
+        prove: Sees the bytes as they come, in the thread that reads them where that is possible (`contract.ReadsProved`).
+        unit: In pieces of a multiple of so many bytes.
     """
 
-    def __init__(self, requests: S3Requests, key: str, offset: int, buffer: memoryview | None) -> None:
+    def __init__(
+        self,
+        requests: S3Requests,
+        key: str,
+        offset: int,
+        buffer: memoryview | None,
+        *,
+        direct: DirectReads | None = None,
+        prove: Callable[[int, memoryview], None] | None = None,
+        unit: int = 1 << 20,
+    ) -> None:
         self._requests = requests
         self._key = key
         self._offset = offset
@@ -29,6 +46,11 @@ class Download:
         self._buffer = buffer
         self._filled = 0
         self._etag = ""
+        self._direct = direct
+        self._prove = prove
+        self._unit = unit
+        self._proved = 0
+        self._refusal: Exception | None = None
 
     @property
     def _name(self) -> str:
@@ -41,15 +63,24 @@ class Download:
             NotFoundError: There is no such object.
             IntegrityError: The object ends before the range does.
             StorageError: The server does not answer exactly what was asked.
+            Exception: Of `prove`.
         """
-        await self._requests.retrying(self._attempt, self._requests.patience.attempts)
-        assert self._buffer is not None
+        try:
+            await self._requests.retrying(self._attempt, self._requests.patience.attempts)
+            assert self._buffer is not None
+            if self._prove is not None and self._proved < self._filled:
+                await asyncio.to_thread(self._landed, self._filled)
+        except _Refused:
+            assert self._refusal is not None
+            raise self._refusal from None
         return self._buffer
 
     async def _attempt(self) -> None:
         stall_s = self._requests.patience.stall_timeout_s
         client = self._requests.client()
         async with client.transfers:
+            if self._direct is not None and self._buffer is not None and await self._directly(self._direct, self._buffer):
+                return
             start = self._offset + self._filled
             end = None if self._buffer is None else self._offset + self._buffer.nbytes
             wanted = {} if end is None and not start else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
@@ -71,6 +102,50 @@ class Download:
                 if self._buffer is None or self._filled < self._buffer.nbytes:
                     body.close()  # the rest of the answer is not wanted: the connection can't be used again
 
+    async def _directly(self, direct: DirectReads, buffer: memoryview) -> bool:
+        """Reads what is still missing beside the client; False where that has to do it."""
+        begun = self._filled
+        start, end = self._offset + begun, self._offset + buffer.nbytes
+
+        def check(head: Head) -> None:
+            told = head.headers
+            length = told.get("content-length", "")
+            self._check(
+                {
+                    "ETag": told.get("etag"),
+                    "ContentRange": told.get("content-range"),
+                    "ContentLength": int(length) if length.isdigit() else None,
+                },
+                start,
+                end,
+            )
+
+        read = await direct.read(
+            self._key, start, buffer[begun:], check, lambda nbytes: self._landed(begun + nbytes), self._unit, begun % self._unit
+        )
+        if read is None:
+            return False
+        stall_s = self._requests.patience.stall_timeout_s
+        try:
+            return await self._requests.watched("reading", self._key, direct.run(self._key, read), stall_s, lambda: read.filled)
+        finally:
+            if self._filled == begun:  # it did not begin anew
+                self._filled += read.filled
+
+    def _landed(self, nbytes: int) -> None:
+        """So many bytes of the whole range are there: what is new among them is proved, in whole units."""
+        if self._prove is None or self._buffer is None:
+            return
+        until = nbytes if nbytes == self._buffer.nbytes else nbytes - nbytes % self._unit
+        if until > self._proved:
+            piece, at = self._buffer[self._proved : until], self._offset + self._proved
+            self._proved = until
+            try:
+                self._prove(at, piece)
+            except Exception as error:  # the caller's own: it passes as it is, and is no failure of the transfer
+                self._refusal = error
+                raise _Refused from error
+
     async def _drain(self, body: Any, buffer: memoryview) -> None:
         while self._filled < buffer.nbytes:
             piece = await body.read(buffer.nbytes - self._filled)
@@ -88,6 +163,8 @@ class Download:
         """
         etag = str(answer.get("ETag") or "")
         if self._filled and etag != self._etag:
+            if self._proved:  # each byte is proved once
+                raise IntegrityError(f"{self._name} was replaced while it was read", hint="read it again", key=self._key)
             self._filled, self._buffer = 0, None if self._own else self._buffer
             raise TemporaryError(f"{self._name} was replaced while it was read", hint="it is read again")
         self._etag = etag
@@ -124,3 +201,7 @@ class Download:
             hint="the file was cut short, or its manifest is of another file: run `tierstore verify`",
             key=self._key,
         )
+
+
+class _Refused(Exception):
+    """The caller's proof failed: no error of a client's, so that nothing translates or repeats it."""
