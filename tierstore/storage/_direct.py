@@ -8,11 +8,13 @@ goes through the page cache. Both may be mixed in one file, as no page is writte
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from tierstore.storage._cachestat import cached_pages
 from tierstore.storage._syscalls import Syscalls
 
 __all__ = ["ALIGNMENT", "DIRECT_READ_NBYTES", "DIRECT_WRITE_NBYTES", "OpenFile", "address_of"]
@@ -144,13 +146,18 @@ class OpenFile:
 
     def read(self, buffer: memoryview, offset: int) -> int:
         """Fills `buffer` from `offset`; returns the number of bytes read, which is less than wanted only at the end of the file."""
+        if self._direct_wanted and buffer.nbytes >= DIRECT_READ_NBYTES and not self.is_cached(offset, buffer.nbytes):
+            return self.read_direct(buffer, offset)
+        return self.read_buffered(buffer, offset)
+
+    def read_direct(self, buffer: memoryview, offset: int) -> int:
+        """`read`, past the page cache where offset and memory are aligned and the file system allows it."""
         with self._used():
-            done = self._read_cached(buffer, offset) if self._direct_wanted and buffer.nbytes >= DIRECT_READ_NBYTES else 0
+            done = 0
             while done < buffer.nbytes:
                 rest, at = buffer[done:], offset + done
                 nbytes = rest.nbytes // ALIGNMENT * ALIGNMENT
-                large = buffer.nbytes >= DIRECT_READ_NBYTES and nbytes and at % ALIGNMENT == 0
-                if large and address_of(rest) % ALIGNMENT == 0 and (fd := self._direct()) >= 0:
+                if nbytes and at % ALIGNMENT == 0 and address_of(rest) % ALIGNMENT == 0 and (fd := self._direct()) >= 0:
                     try:
                         got = self._syscalls.preadv(fd, rest[:nbytes], at)
                     except OSError as error:
@@ -165,6 +172,33 @@ class OpenFile:
                 done += got
             return done
 
+    def read_buffered(self, buffer: memoryview, offset: int) -> int:
+        """`read`, through the page cache."""
+        with self._used():
+            done = 0
+            while done < buffer.nbytes and (got := self._syscalls.preadv(self._fd, buffer[done:], offset + done)):
+                done += got
+            return done
+
+    def is_cached(self, offset: int, nbytes: int) -> bool:
+        """Whether the page cache has most of these bytes, so that reading through it is faster than the disk. Reads nothing ahead."""
+        with self._used():
+            pages = cached_pages(self._fd, offset, nbytes)
+            if pages is None:
+                return self._begins_cached(offset)
+            return 4 * pages * mmap.PAGESIZE >= 3 * nbytes
+
+    def _begins_cached(self, offset: int) -> bool:
+        """One byte is asked for: the kernel begins to read from the disk what is asked for and is not there."""
+        if not _CACHED_ONLY:
+            return False
+        try:
+            return self._syscalls.preadv(self._fd, memoryview(bytearray(1)), offset, _CACHED_ONLY) == 1
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            return False
+
     def read_bytes(self, nbytes: int, offset: int) -> bytes:
         """Up to `nbytes` bytes from `offset`, through the page cache; fewer only at the end of the file."""
         with self._used():
@@ -177,18 +211,6 @@ class OpenFile:
                 pieces.append(piece)
                 done += len(piece)
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    def _read_cached(self, buffer: memoryview, offset: int) -> int:
-        """Takes what the page cache holds from `offset` on (six times as fast as the disk); returns how many bytes, in whole pages."""
-        if not _CACHED_ONLY:
-            return 0
-        try:
-            got = self._syscalls.preadv(self._fd, buffer, offset, _CACHED_ONLY)
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-            return 0
-        return got if got == buffer.nbytes else got // ALIGNMENT * ALIGNMENT
 
     def sync(self) -> None:
         """Makes the bytes durable. A failure is final: the kernel may have dropped the pages, so that a second call would lie."""

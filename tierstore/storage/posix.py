@@ -22,10 +22,12 @@ from tierstore.storage._direct import OpenFile
 from tierstore.storage._oserrors import free_nbytes, translate
 from tierstore.storage._pouring import Beat, Pouring
 from tierstore.storage._publish import Tree, WritingFile, create_file
+from tierstore.storage._reading import PIECE_NBYTES, PieceReader, Proving, short
 from tierstore.storage._syscalls import OsSyscalls, Syscalls
 from tierstore.storage._threads import DaemonPool
 from tierstore.storage._walk import delete_files, list_dead, list_files, list_level, stat_file, sweep
-from tierstore.storage.contract import Capabilities, FileInfo, InMemory, Listing, Source
+from tierstore.storage.bounce import Bounces
+from tierstore.storage.contract import Capabilities, FileInfo, InMemory, Listing, Reading, Source
 from tierstore.storage.sources import BytesSource
 from tierstore.storage.tasks import end_all
 
@@ -68,12 +70,13 @@ class PosixStorage:
         self._direct = direct and durable
         self._deadline_s = deadline_s
         self._pool: DaemonPool | None = None
+        self._bounces: Bounces | None = None
 
     def __repr__(self) -> str:
         return f"PosixStorage({self._tree.root!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pool": None}
+        return {**self.__dict__, "_pool": None, "_bounces": None}
 
     @property
     def uri(self) -> str:
@@ -104,13 +107,13 @@ class PosixStorage:
             size = os.fstat(fd).st_size
             wanted = size - offset if nbytes is None else nbytes
             if wanted < 0 or offset + wanted > size:  # before anything is allocated
-                raise _short(full, offset, wanted, size)
+                raise short(full, offset, wanted, size)
             pieces: list[bytes] = []
             done = 0
             while done < wanted:
                 piece = syscalls.pread(fd, wanted - done, offset + done)
                 if not piece:
-                    raise _short(full, offset, wanted, offset + done)
+                    raise short(full, offset, wanted, offset + done)
                 pieces.append(piece)
                 done += len(piece)
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -135,14 +138,46 @@ class PosixStorage:
                 found.append(translate(error, "read", path))
         return found
 
-    async def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        _check_range(offset, buffer.nbytes)
-        full = self._full(path)
-        if buffer.readonly or not buffer.c_contiguous:
-            raise UsageError(f"can't read {full} into memory that is read-only or not contiguous", hint="pass a writable memoryview")
-        if buffer.nbytes == 0:
+    async def read_proved(
+        self, path: str, offset: int, buffer: memoryview, prove: Callable[[int, memoryview], None], *, unit: int = 1 << 20
+    ) -> None:
+        """`read_into`, with a proof (`contract.ReadsProved`)."""
+        target = _writable(self._full(path), offset, buffer)
+        await self.read_pieces([Proving(path, offset, target, prove, unit)])
+
+    async def read_pieces(self, readings: Sequence[Reading]) -> None:
+        """Ranges of many files, each piece given to its `Reading` in the thread that read it (`contract.ReadsPieces`)."""
+        work = PieceReader(
+            [(reading, self._full(reading.path)) for reading in readings],
+            lambda full: OpenFile(self._tree.syscalls, full, os.O_RDONLY, direct=self._direct),
+            self._open_inside,
+            self._lent(),
+            direct=self._direct,
+            crowded=self._crowded,
+        )
+        if not work.n_pieces:
             return
-        target = buffer.cast("B")
+        full = self._full(readings[0].path) + (f" and {len(readings) - 1} more" if len(readings) > 1 else "")
+
+        async def serve() -> None:
+            more = True
+            while more:
+                beat = Beat()
+                more = await self._call("read", full, work.turn, beat, beat=beat)
+
+        ended = False
+        try:
+            await _all([serve() for _ in range(min(self._n_threads, work.n_pieces))])
+            ended = True
+        finally:
+            if not ended:  # a thread that is still at it would fill memory that its owner has taken back meanwhile
+                await self._finally("read", full, work.close)
+
+    async def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        full = self._full(path)
+        target = _writable(full, offset, buffer)
+        if target.nbytes == 0:
+            return
         file = OpenFile(self._tree.syscalls, full, os.O_RDONLY, direct=self._direct)
         if target.nbytes <= _PART_NBYTES:
             ended = False
@@ -159,7 +194,7 @@ class PosixStorage:
                 part = target[start : start + _PART_NBYTES]
                 got = await self._call("read", full, file.read, part, offset + start)
                 if got < part.nbytes:
-                    raise _short(full, offset, target.nbytes, offset + start + got)
+                    raise short(full, offset, target.nbytes, offset + start + got)
 
         try:
             await self._call("read", full, self._open_inside, file, full)
@@ -177,7 +212,7 @@ class PosixStorage:
             self._open_inside(file, full)
             got = file.read(target, offset)
             if got < target.nbytes:
-                raise _short(full, offset, target.nbytes, file.facts().st_size)
+                raise short(full, offset, target.nbytes, file.facts().st_size)
         finally:
             file.close()
 
@@ -299,6 +334,9 @@ class PosixStorage:
         return await self._call("measure", self._tree.root, free_nbytes, self._tree.root)
 
     async def close(self) -> None:
+        bounces, self._bounces = self._bounces, None
+        if bounces is not None:
+            bounces.close()
         pool, self._pool = self._pool, None
         if pool is not None and pool.pid == os.getpid():
             pool.shutdown()
@@ -318,6 +356,13 @@ class PosixStorage:
     def _crowded(self) -> bool:
         pool = self._pool
         return pool is not None and pool.crowded
+
+    def _lent(self) -> Bounces:
+        """The memory of this process's reading threads."""
+        bounces = self._bounces
+        if bounces is None or bounces.pid != os.getpid():
+            bounces = self._bounces = Bounces(PIECE_NBYTES)
+        return bounces
 
     async def _call(
         self, doing: str, full: str, fn: Callable[..., T], *args: Any, nbytes: int | None = None, beat: Beat | None = None
@@ -410,15 +455,12 @@ def _check_range(offset: int, nbytes: int | None) -> None:
         raise UsageError(f"no file has {nbytes} bytes at {offset}", hint="offset and length are not negative")
 
 
-def _short(full: str, offset: int, wanted: int, size: int) -> IntegrityError:
-    return IntegrityError(
-        f"{full} is too short: {max(wanted, 0)} bytes from {offset} on were wanted, it has {size}",
-        hint="the file was cut off: `tierstore verify` finds what else is, another tier may have it whole",
-        path=full,
-        offset=offset,
-        wanted_nbytes=wanted,
-        file_nbytes=size,
-    )
+def _writable(full: str, offset: int, buffer: memoryview) -> memoryview:
+    """`buffer` as bytes to read into."""
+    _check_range(offset, buffer.nbytes)
+    if buffer.readonly or not buffer.c_contiguous:
+        raise UsageError(f"can't read {full} into memory that is read-only or not contiguous", hint="pass a writable memoryview")
+    return buffer.cast("B") if buffer.nbytes else memoryview(bytearray())
 
 
 async def _all(works: Sequence[Awaitable[None]], moved: asyncio.Event | None = None, stall_s: float | None = None, full: str = "") -> None:
