@@ -26,6 +26,7 @@ SERVER.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.distributed.tensor",
         "tierstore.checkpointer",
+        "tierstore.cli.look",
         "tierstore.cli.main",
         "tierstore.dcp",
         "tierstore.storage.s3",

@@ -26,6 +26,7 @@ class Model(BaseModel):
         hide_input_in_errors=True,
         validate_by_alias=True,
         validate_by_name=True,
+        defer_build=True,  # most models are parts of another, whose validator holds theirs: a start need not build them all
     )
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:

@@ -9,7 +9,7 @@ PROGRAM = """
 import runpy, sys
 class Interrupts:
     def find_spec(self, name, path=None, target=None):
-        if name == "tierstore.cli.look":
+        if name == "tierstore.cli.listing":
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Interrupts())
 sys.argv = ["tierstore", "ls"]

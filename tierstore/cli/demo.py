@@ -22,7 +22,7 @@ from tierstore.config import load_config
 from tierstore.errors import SaveError, UsageError
 from tierstore.tiers.catalog import Catalog, scan
 from tierstore.tiers.opening import rejoin
-from tierstore.tiers.promote import pending
+from tierstore.tiers.pending import pending
 from tierstore.tiers.recover import recover
 from tierstore.tiers.session import Session
 from tierstore.units import format_duration, format_size

@@ -1,4 +1,4 @@
-"""The verbs that look: ``ls``, ``show``, ``tensors``, ``cat``. None of them writes anything but a lease, and none needs torch."""
+"""The verbs that look into a checkpoint: ``show``, ``tensors``, ``cat``. None of them writes anything but a lease, and none needs torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,13 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from tierstore.cli.find import find_checkpoint, scan_run
+from tierstore.cli.find import find_checkpoint
 from tierstore.cli.options import Cli
 from tierstore.cli.render import (
     TIER_MARKS,
     age_text,
-    catalog_legend,
-    catalog_summary,
-    catalog_table,
     checkpoint_value,
     facts_table,
-    incomplete_value,
     plain_table,
 )
 from tierstore.clock import parse_utc, when_text
@@ -33,80 +29,18 @@ from tierstore.format.index import TensorEntry
 from tierstore.format.manifest import Manifest
 from tierstore.format.record import Record
 from tierstore.names import MANIFEST
-from tierstore.tiers.catalog import CheckpointInfo, runs, scan
+from tierstore.tiers.catalog import CheckpointInfo
 from tierstore.tiers.log_facts import Hold
-from tierstore.tiers.promote import pending
+from tierstore.tiers.pending import pending
 from tierstore.tiers.replica import Replica, Want, open_replica
 from tierstore.tiers.session import Session
 from tierstore.units import format_size
 
-__all__ = ["cat", "ls", "show", "tensors"]
+__all__ = ["cat", "show", "tensors"]
 
 _READ_NBYTES = 32 << 20
 
 Ref = Annotated[str, typer.Argument(metavar="REF", help="RUN@12000, RUN@latest, RUN@best:METRIC, RUN@tag:TAG; the run may be left out.")]
-
-
-def ls(
-    cli: Cli,
-    name: Annotated[str | None, typer.Argument(metavar="[RUN]", help="The run; without one and with several, lists the runs.")] = None,
-) -> int:
-    """List checkpoints × tiers, with attempts that did not commit."""
-    cli.refuse_names("ls shows all tiers")
-    with cli.session() as session:
-        named = name or session.config.run
-        found = [] if named else session.run(runs(session.tiers))
-        if not named and len(found) != 1:
-            return _list_runs(cli, session, found)
-        chosen = named or found[0]
-        catalog = (
-            scan_run(session, chosen)
-            if name or cli.options.run or not named
-            else session.run(scan(session.tiers, chosen, session.new_cache()))
-        )
-        copies = pending(catalog, session.tiers)
-    for info in reversed(catalog.checkpoints):
-        cli.terminal.emit(checkpoint_value(info, copies))
-    for attempt in (*catalog.incomplete, *catalog.condemned):
-        cli.terminal.emit(incomplete_value(attempt))
-    cli.terminal.show(catalog_summary(catalog))
-    if catalog.checkpoints or catalog.incomplete or catalog.condemned:
-        cli.terminal.show(catalog_table(catalog, copies, cli.clock.now()))
-    elif catalog.other_runs:
-        cli.terminal.say(f"the store has other runs: {', '.join(catalog.other_runs)}")
-    legend = catalog_legend(catalog, copies)
-    if legend is not None:
-        cli.terminal.show(legend)
-    return 0
-
-
-def _list_runs(cli: Cli, session: Session, found: Sequence[str]) -> int:
-    table = plain_table("RUN", ("CHECKPOINTS", "right"), ("LATEST", "right"), ("AGE", "right"), ("SIZE", "right"), fold=("RUN",))
-    now = cli.clock.now()
-    for name in found:
-        catalog = session.run(scan(session.tiers, name, session.new_cache()))
-        kept = [c for c in catalog.checkpoints if not (c.superseded or c.hidden)]
-        newest = kept[-1] if kept else None
-        nbytes = sum(c.nbytes for c in kept)
-        table.add_row(
-            name,
-            str(len(kept)),
-            str(newest.step) if newest else "-",
-            age_text(newest.committed_at, now) if newest else "-",
-            format_size(nbytes),
-        )
-        cli.terminal.emit(
-            {
-                "type": "run",
-                "run": name,
-                "checkpoints": len(kept),
-                "latest": newest.step if newest else None,
-                "committed_at": newest.committed_at if newest else None,
-                "nbytes": nbytes,
-            }
-        )
-    cli.terminal.show(table if found else Text("the store has no run yet"))
-    return 0
 
 
 def show(cli: Cli, ref: Ref = "latest") -> int:

@@ -1,34 +1,13 @@
-"""``tierstore``: the command line. Each group of verbs has a module of its own; the common options in `options`."""
+"""``tierstore``: the command line. Each group of verbs has a module of its own, loaded for its verbs alone (`verbs`, `group`)."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tierstore import __version__
-from tierstore.cli import (
-    adopt,
-    capacity,
-    check,
-    compare,
-    completion,
-    doctor,
-    explain,
-    export,
-    freeing,
-    labels,
-    look,
-    move,
-    recover,
-    repair,
-    retain,
-    status,
-    usage,
-    work,
-)
-from tierstore.cli.options import Cli, Verbs, remember, verb
+from tierstore.cli.group import Verbs, remember
 
 __all__ = ["app", "main"]
 
@@ -58,58 +37,7 @@ def _root(
     """What stands before the verb; `remember` keeps it."""
 
 
-@verb
-def demo(
-    cli: Cli,
-    steps: Annotated[int, typer.Option("--steps", min=6, max=100_000, help="Training steps.")] = 96,
-    directory: Annotated[
-        Path, typer.Option("--directory", "-d", metavar="DIR", help="Where the demo's tiers lie; an earlier demo's are replaced.")
-    ] = Path("tierstore-demo"),
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the S3 server running afterwards, until Ctrl-C.")] = False,
-    serve: Annotated[bool, typer.Option("--serve", help="Only start an earlier demo's S3 server again, until Ctrl-C.")] = False,
-) -> int:
-    """Train a small model through three tiers, kill it in mid-save, resume it; needs no configuration."""
-    from tierstore.cli.demo import run_demo  # its S3 servers are an optional dependency, and slow to import
-
-    return run_demo(cli, steps=steps, directory=directory, keep=keep, serve=serve)
-
-
 app.callback(help=_HELP)(_root)
-app.command("demo")(demo)
-for _function in (
-    look.ls,
-    look.show,
-    look.tensors,
-    look.cat,
-    compare.diff,
-    usage.du,
-    capacity.df,
-    check.verify,
-    repair.repair,
-    move.push,
-    move.pull,
-    work.sync,
-    status.status,
-    recover.recover,
-    retain.plan,
-    retain.prune,
-    retain.undelete,
-    freeing.gc,
-    freeing.evict,
-    explain.explain,
-    labels.pin,
-    labels.unpin,
-    labels.tag,
-    labels.untag,
-    labels.hold,
-    labels.release,
-    labels.metrics,
-    doctor.doctor,
-    export.export,
-    adopt.adopt,
-    completion.completion,
-):
-    app.command(_function.__name__)(verb(_function))
 
 
 def main() -> None:

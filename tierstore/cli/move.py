@@ -23,7 +23,7 @@ from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.gc.foresee import would_drop
 from tierstore.tiers.gc.housekeeping import look
-from tierstore.tiers.promote import Copy
+from tierstore.tiers.pending import Copy
 from tierstore.tiers.session import Session
 from tierstore.tiers.tier import Tier
 from tierstore.units import format_size

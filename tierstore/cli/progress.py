@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from tierstore.bars import TierBars, new_bars
 from tierstore.cli.terminal import Terminal
+from tierstore.tiers.pending import Copy
 from tierstore.tiers.progress import NO_PROGRESS, Progress
-from tierstore.tiers.promote import Copy
 
 __all__ = ["copy_bars", "one_bar", "tier_bars"]
 

@@ -12,7 +12,7 @@ from tierstore.cli.layout import Facts, FitTable
 from tierstore.names import Attempt, save_id_time
 from tierstore.tiers.catalog import Catalog
 from tierstore.tiers.checkpoint import CheckpointInfo, IncompleteAttempt, ReplicaState
-from tierstore.tiers.promote import Copy
+from tierstore.tiers.pending import Copy
 from tierstore.units import format_duration, format_size
 
 __all__ = [

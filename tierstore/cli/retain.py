@@ -27,7 +27,7 @@ from tierstore.tiers.gc.brakes import check_ground, check_share
 from tierstore.tiers.gc.housekeeping import Housekeeping, Situation, look, plan_of
 from tierstore.tiers.gc.prune import PruneReport
 from tierstore.tiers.gc.prune import prune as carry_out
-from tierstore.tiers.promote import pending
+from tierstore.tiers.pending import pending
 from tierstore.tiers.retention import Plan
 from tierstore.tiers.session import Session
 from tierstore.units import format_size, format_some, parse_duration, parse_percent

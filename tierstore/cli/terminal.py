@@ -22,7 +22,6 @@ from rich.text import Text
 
 from tierstore.cli.layout import break_lines
 from tierstore.clock import utc_text
-from tierstore.config import progress_wanted
 from tierstore.errors import TierStoreError
 
 __all__ = ["Terminal", "plain_json"]
@@ -50,7 +49,7 @@ class Terminal:
         self.verbose = verbose
         self.out = _console(sys.stdout)
         self.err = _console(sys.stderr)
-        self.progress = progress and not quiet and self.err.is_terminal and progress_wanted()
+        self.progress = progress and not quiet and self.err.is_terminal
 
     def show(self, *parts: RenderableType) -> None:
         """Prints a result for people; nothing with ``--json``. Lines of text break between words only: paths can be copied."""

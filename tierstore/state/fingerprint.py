@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 import xxhash
 
 from tierstore.state.bits import as_bits
-from tierstore.state.copying import default_threads
+from tierstore.state.copy_threads import CopyThreads
 
 __all__ = ["fingerprints"]
 
@@ -27,12 +27,12 @@ _ODD = (
 )
 
 
-def fingerprints(tensors: Sequence[torch.Tensor], *, threads: int | None = None) -> list[bytes]:
+def fingerprints(tensors: Sequence[torch.Tensor], *, threads: CopyThreads | int | None = None) -> list[bytes]:
     """16 bytes for each tensor, of its elements' bits in row-major order; dtype and shape are not part of it.
 
     Args:
         tensors: Dense ones, on any device.
-        threads: How many threads hash; None: few.
+        threads: Who hashes: a store's threads, or how many are to be started; None: few.
     """
     kept: list[torch.Tensor] = []  # what had to be made for this lives until it is hashed
     pieces: list[tuple[torch.Tensor, int, int]] = []
@@ -42,12 +42,26 @@ def fingerprints(tensors: Sequence[torch.Tensor], *, threads: int | None = None)
         kept.append(dense)
         counts.append(max(1, -(-dense.nbytes // _PIECE_NBYTES)))
         pieces += [(dense, at, min(_PIECE_NBYTES, dense.nbytes - at)) for at in range(0, max(1, dense.nbytes), _PIECE_NBYTES)]
-    threads = threads or default_threads()
-    if threads == 1 or sum(nbytes for _, _, nbytes in pieces) < _PIECE_NBYTES // 4:
-        digests = [_of_piece(piece) for piece in pieces]
-    else:
-        with ThreadPoolExecutor(threads, thread_name_prefix="tierstore-hash") as pool:
-            digests = list(pool.map(_of_piece, pieces, chunksize=max(1, len(pieces) // (8 * threads))))
+    digests = [b""] * len(pieces)
+    works: list[list[int]] = []
+    room = 0
+    for number, (_, _, nbytes) in enumerate(pieces):  # small tensors are hashed many at a time
+        if room <= 0:
+            works.append([])
+            room = _PIECE_NBYTES // 4
+        works[-1].append(number)
+        room -= nbytes
+
+    def digest(numbers: Sequence[int]) -> None:
+        for number in numbers:
+            digests[number] = _of_piece(pieces[number])
+
+    workers = threads if isinstance(threads, CopyThreads) else CopyThreads(threads)
+    try:
+        workers.run([partial(digest, numbers) for numbers in works])
+    finally:
+        if workers is not threads:
+            workers.close()
     found, at = [], 0
     for count in counts:
         found.append(digests[at] if count == 1 else xxhash.xxh3_128_digest(b"".join(digests[at : at + count])))

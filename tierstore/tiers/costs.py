@@ -9,17 +9,18 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
+from itertools import combinations
 
 from tierstore.tiers.reads import ReadCost
 
-__all__ = ["LOCAL_COST", "REMOTE_COST", "ReadSpeed", "Speed", "cost_of"]
+__all__ = ["BUDGET_NBYTES", "LOCAL_COST", "REMOTE_COST", "ReadSpeed", "Speed", "cost_of"]
 
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
+
+BUDGET_NBYTES = 256 << 20
+"""Scratch memory of one load, in bytes, where nothing else is said."""
 
 MIN_GAP_NBYTES = 64 * _KIB
 MAX_GAP_NBYTES = 2 * _MIB
@@ -111,23 +112,20 @@ class ReadSpeed:
 
         Where all reads have about one length, the usual latency is taken for granted.
         """
-        nbytes, seconds = (np.array(column, dtype=np.float64) for column in zip(*self._samples, strict=True))
         latency, bandwidth = self.latency_s, self.bandwidth
         if latency is None:
-            slope = 1 / bandwidth if bandwidth is not None else _slope(nbytes, seconds)
-            latency = usual.latency_s if slope is None else max(float(np.median(seconds - slope * nbytes)), 1e-6)
+            slope = 1 / bandwidth if bandwidth is not None else _slope(self._samples)
+            if slope is None:
+                latency = usual.latency_s
+            else:
+                latency = max(statistics.median(s - slope * n for n, s in self._samples), 1e-6)
         if bandwidth is None:
-            transfers = np.maximum(seconds - latency, seconds / 10)
-            bandwidth = statistics.median((nbytes / transfers).tolist())
+            bandwidth = statistics.median(n / max(s - latency, s / 10) for n, s in self._samples)
         return Speed(latency_s=latency, bandwidth=bandwidth)
 
 
-def _slope(nbytes: NDArray[np.float64], seconds: NDArray[np.float64]) -> float | None:
+def _slope(samples: Iterable[tuple[int, float]]) -> float | None:
     """Seconds per byte; None where the lengths differ too little, or the times do not grow with them."""
-    first, second = np.triu_indices(len(nbytes), 1)
-    apart = np.maximum(nbytes[first], nbytes[second]) >= 2 * np.minimum(nbytes[first], nbytes[second])
-    if np.count_nonzero(apart) < _MIN_SAMPLES:
-        return None
-    first, second = first[apart], second[apart]
-    slope = float(np.median((seconds[second] - seconds[first]) / (nbytes[second] - nbytes[first])))
+    slopes = [(t - s) / (m - n) for (n, s), (m, t) in combinations(samples, 2) if max(m, n) >= 2 * min(m, n)]
+    slope = statistics.median(slopes) if len(slopes) >= _MIN_SAMPLES else 0.0
     return slope if slope > 0 else None

@@ -7,12 +7,10 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import numpy as np
 
+from tierstore.tiers.costs import BUDGET_NBYTES
 from tierstore.tiers.reads import Handover, Span
 
 __all__ = ["BUDGET_NBYTES", "fetch"]
-
-BUDGET_NBYTES = 256 << 20
-"""Scratch memory of one load, in bytes, where nothing else is said."""
 
 _IN_PASSING_NBYTES = 1 << 20
 """What is copied on the event loop itself: a thread costs more."""

@@ -6,8 +6,9 @@ import concurrent.futures
 import logging
 import threading
 from collections.abc import Coroutine
+from importlib import import_module
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tierstore.clock import Clock, SystemClock
 from tierstore.config import cache_folder
@@ -17,12 +18,14 @@ from tierstore.storage.loop import EventLoop
 from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.lease_store import LeaseStore
 from tierstore.tiers.lease_watch import LeaseWatch
-from tierstore.tiers.leased import Leases, lease_ttl_s
 from tierstore.tiers.opening import LostAuthority, Opener, default_opener, open_tiers
 from tierstore.tiers.record_cache import RecordCache
 from tierstore.tiers.record_store import RecordStore
-from tierstore.tiers.replica import Replica
 from tierstore.tiers.tier import Tiers
+
+if TYPE_CHECKING:
+    from tierstore.tiers.leased import Leases
+    from tierstore.tiers.replica import Replica
 
 __all__ = ["Session"]
 
@@ -39,7 +42,6 @@ class Session:
         config: The configuration.
         clock: The clock of everything that this session does.
         tiers: The opened tiers.
-        leases: Those that this session holds on checkpoints that are open.
         loop: The event loop; made anew in a forked child, where the storages build their clients anew too.
     """
 
@@ -47,7 +49,7 @@ class Session:
         self.config = config
         self.clock = clock
         self.loop = loop
-        self.leases = Leases(tiers, clock, lambda run: lease_ttl_s(config, run))
+        self._leases: Leases | None = None
         self._tiers = tiers
         self._closed = False
         self._lock = threading.Lock()
@@ -90,6 +92,18 @@ class Session:
     def tiers(self) -> Tiers:
         self._check_open()
         return self._tiers
+
+    @property
+    def leases(self) -> Leases:
+        """Those that this session holds on checkpoints that are open.
+
+        Made when it is first asked for: replicas stand on numpy, which would be a third of the start of a command that opens none.
+        """
+        with self._lock:
+            if self._leases is None:
+                leased = import_module("tierstore.tiers.leased")
+                self._leases = leased.Leases(self._tiers, self.clock, lambda run: leased.lease_ttl_s(self.config, run))
+            return self._leases
 
     def run(self, coro: Coroutine[Any, Any, _T], timeout: float | None = None) -> _T:
         """Runs a coroutine on the session's loop and returns its result.
@@ -142,7 +156,8 @@ class Session:
                 return
             self._closed = True
         try:
-            self.loop.run(self.leases.close())
+            if self._leases is not None:
+                self.loop.run(self._leases.close())
             for tier in self._tiers:
                 try:
                     self.loop.run(tier.storage.close(), _CLOSE_TIMEOUT_S)

@@ -25,8 +25,7 @@ from tierstore.errors import (
 from tierstore.format.descriptor import Descriptor, decode_descriptor, encode_descriptor
 from tierstore.names import DESCRIPTOR
 from tierstore.storage.contract import Storage
-from tierstore.tiers.costs import ReadSpeed
-from tierstore.tiers.fetching import BUDGET_NBYTES
+from tierstore.tiers.costs import BUDGET_NBYTES, ReadSpeed
 
 __all__ = [
     "UPLOAD_GRACE_S",
