@@ -20,8 +20,8 @@ from typer.testing import CliRunner, Result
 import tierstore
 from tierstore.cli.layout import Facts, FitTable, break_lines
 from tierstore.cli.main import app
-from tierstore.cli.verbs import VERBS
 from tierstore.cli.render import plain_table
+from tierstore.cli.verbs import VERBS
 from tierstore.clock import when_text
 from tierstore.names import new_save_id
 
