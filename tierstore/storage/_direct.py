@@ -125,6 +125,11 @@ class OpenFile:
         with self._used(), take().cast("B") as data:
             self._write(data[:], offset)
 
+    def beside(self, work: Callable[[], None]) -> None:
+        """Does `work`, unless the file is being closed, and lets `close` wait for it."""
+        with self._used():
+            work()
+
     def _write(self, data: memoryview, offset: int) -> None:
         done = 0
         while done < data.nbytes:

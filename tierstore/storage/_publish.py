@@ -130,6 +130,7 @@ class WritingFile:
         self._direct = direct and nbytes >= DIRECT_WRITE_NBYTES
         self._lock = threading.Lock()
         self._given_up = False
+        self._synced = False
         self._temporary = ""
         self._file: OpenFile | None = None
 
@@ -157,8 +158,20 @@ class WritingFile:
         assert self._file is not None
         self._file.write_from(take, offset)
 
+    def beside(self, work: Callable[[], None]) -> None:
+        """Does `work` on the source's bytes; once `discard` has returned, it looks at them no more."""
+        assert self._file is not None
+        self._file.beside(work)
+
+    def sync(self) -> None:
+        """Makes the bytes durable, once all are written."""
+        assert self._file is not None
+        self._synced = True
+        if self._tree.durable:
+            self._file.sync()
+
     def publish(self) -> datetime:
-        """Makes the bytes durable, then the name; returns the time of the last change.
+        """Makes the bytes durable if `sync` has not, then the name; returns the time of the last change.
 
         Raises:
             OSError: Nothing was published, unless it came from the last step, the folders' fsync: then the new content is there,
@@ -166,8 +179,8 @@ class WritingFile:
         """
         tree, file = self._tree, self._file
         assert file is not None
-        if tree.durable:
-            file.sync()
+        if not self._synced:
+            self.sync()
         facts = file.facts()
         file.close()  # network file systems report lost bytes here
         if facts.st_size != self._nbytes:

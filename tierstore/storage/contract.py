@@ -20,7 +20,22 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-__all__ = ["Capabilities", "FileInfo", "InMemory", "Listing", "Reading", "ReadsEach", "ReadsPieces", "ReadsProved", "Source", "Storage"]
+from tierstore.storage.bandwidth import Bandwidth
+
+__all__ = [
+    "Capabilities",
+    "FileInfo",
+    "InMemory",
+    "Listing",
+    "PacesWrites",
+    "Reading",
+    "ReadsEach",
+    "ReadsPieces",
+    "ReadsProved",
+    "Source",
+    "Storage",
+    "WritesOn",
+]
 
 
 class Source(Protocol):
@@ -55,6 +70,21 @@ class InMemory(Protocol):
         """
 
 
+@runtime_checkable
+class WorksBeside(InMemory, Protocol):
+    """Beyond the contract: a source in memory whose own work on the bytes (hashing, counting) need not come before their write.
+
+    `view` is both: `bare`, and `work`. A storage that has a disk to keep busy lets some threads write what is bare while others do the
+    work; both for every piece, once, before the write ends.
+    """
+
+    def bare(self, offset: int, nbytes: int) -> memoryview:
+        """The bytes, without the work."""
+
+    def work(self, offset: int, nbytes: int) -> None:
+        """The work, without the bytes; raises as `view`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileInfo:
     """What a storage says of a file. Times are the storage's own and steer nothing that matters."""
@@ -64,7 +94,7 @@ class FileInfo:
     modified_at: datetime | None = None
     etag: str = ""
     checksum: str = ""
-    """What the server computed and returned, e.g. ``sha256:<base64>`` or ``sha256:<base64>-<parts>``; empty if it has none."""
+    """What the server computed and returned, e.g. ``sha256:<base64>`` or ``crc32c:<base64>-<parts>``; empty if it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,3 +254,24 @@ class ReadsPieces(Protocol):
 
     async def read_pieces(self, readings: Sequence[Reading]) -> None:
         """Reads all of them, the first ones first. Errors go to `Reading.failed`, as `Storage.read_into` would raise them."""
+
+
+@runtime_checkable
+class WritesOn(Protocol):
+    """Beyond the contract: a storage that goes on with a write which another call, or a process that was killed, did not end."""
+
+    async def write_on(self, path: str, source: Source) -> FileInfo:
+        """`Storage.write`, for a path whose content can only ever be one (a file of one attempt).
+
+        What an unfinished write of `path` left on the server is compared with the source's bytes, and not sent again where it is the
+        same. Unlike `write`, a failure that may pass, and a cancellation, leave what arrived for the next call (a sweep takes it when
+        nobody came for it in time); a damaged source, and a failure for good, leave nothing.
+        """
+
+
+@runtime_checkable
+class PacesWrites(Protocol):
+    """Beyond the contract: a storage that keeps a limit on what it sends, what it has to send again included."""
+
+    def pace_writes(self, limit: Bandwidth | None) -> None:
+        """From now on all bodies that are sent wait for `limit`; None: for nothing."""

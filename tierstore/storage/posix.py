@@ -238,20 +238,20 @@ class PosixStorage:
 
     async def _pour_memory(self, full: str, source: InMemory, file: WritingFile, nbytes: int) -> datetime:
         """Lets threads take pieces of the source and write them."""
-        pouring = Pouring(file, source.view, nbytes, part_nbytes=_PART_NBYTES, crowded=self._crowded)
+        pouring = Pouring(file, source, nbytes, part_nbytes=_PART_NBYTES, crowded=self._crowded)
         if nbytes <= _PART_NBYTES:
             beat = Beat()
             return await self._call("write", full, pouring.at_once, beat, nbytes=nbytes, beat=beat)
 
-        async def work() -> None:
-            more = True
+        async def work(number: int) -> None:
+            turn, more = functools.partial(pouring.turn, work_first=number % 2 == 1), True
             while more:
                 beat = Beat()
-                more = await self._call("write", full, pouring.turn, beat, nbytes=nbytes, beat=beat)
+                more = await self._call("write", full, turn, beat, nbytes=nbytes, beat=beat)
 
         await self._call("write", full, file.open, nbytes=nbytes)
         try:
-            await _all([work() for _ in range(min(self._n_threads, -(-nbytes // _PART_NBYTES)))])
+            await _all([work(number) for number in range(min(self._n_threads, 2 * -(-nbytes // _PART_NBYTES)))])
         finally:
             pouring.end()
         return await self._call("write", full, file.publish, nbytes=nbytes)

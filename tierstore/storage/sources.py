@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tierstore.errors import UsageError
 from tierstore.storage.bandwidth import Bandwidth
-from tierstore.storage.contract import InMemory, Source, Storage
+from tierstore.storage.contract import InMemory, Source, Storage, WorksBeside
 
-__all__ = ["BytesSource", "CountingSource", "LocalSource", "StorageSource", "ThrottledSource"]
+__all__ = ["BytesSource", "CountingSource", "LocalSource", "StorageSource", "ThrottledSource", "bare_of", "work_of"]
 
 
 def _check(offset: int, nbytes: int, total: int) -> None:
@@ -72,12 +72,20 @@ class LocalSource:
         source: Its bytes, for whoever copies them after all.
         origin: Its path.
         hard: A hard link will do where blocks can't be shared: who changes the file in place later changes what was taken in.
+        memory: It is a staged image, a file of a memory tier's own: that tier alone takes it in, and its bytes are read through
+            `source`, not through the file that was taken in.
     """
 
-    def __init__(self, source: Source, origin: Path, *, hard: bool) -> None:
+    view: Callable[[int, int], memoryview]
+    """`contract.InMemory`; there only if `source` has it."""
+
+    def __init__(self, source: Source, origin: Path, *, hard: bool, memory: bool = False) -> None:
         self._source = source
         self.origin = origin
         self.hard = hard
+        self.memory = memory
+        if isinstance(source, InMemory):
+            self.view = source.view
 
     @property
     def nbytes(self) -> int:
@@ -109,17 +117,30 @@ class CountingSource:
     Args:
         source: What is counted.
         on_bytes: Told on the event loop's thread.
-        loop: That loop, where pulls may come from other threads (`contract.InMemory`); without it they can't.
+        loop: That loop, where pulls may come from other threads (`contract.WorksBeside`); without it they can't.
     """
 
     view: Callable[[int, int], memoryview]
-    """`contract.InMemory`; there only if `source` has it and `loop` is given."""
+    bare: Callable[[int, int], memoryview]
+    work: Callable[[int, int], None]
+    """`contract.WorksBeside`; there only if `source` is in memory and `loop` is given."""
 
     def __init__(self, source: Source, on_bytes: Callable[[int], None], loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._source = source
         self._on_bytes = on_bytes
         if loop is not None and isinstance(source, InMemory):
-            self.view = _counted(source, on_bytes, loop)
+            bare, inner = bare_of(source), work_of(source)
+
+            def work(offset: int, nbytes: int) -> None:
+                inner(offset, nbytes)
+                loop.call_soon_threadsafe(on_bytes, nbytes)  # before the thread's own end: whoever awaits that has heard of all bytes
+
+            def view(offset: int, nbytes: int) -> memoryview:
+                found = bare(offset, nbytes)
+                work(offset, nbytes)
+                return found
+
+            self.view, self.bare, self.work = view, bare, work
 
     @property
     def nbytes(self) -> int:
@@ -131,10 +152,15 @@ class CountingSource:
         return view
 
 
-def _counted(source: InMemory, on_bytes: Callable[[int], None], loop: asyncio.AbstractEventLoop) -> Callable[[int, int], memoryview]:
-    def view(offset: int, nbytes: int) -> memoryview:
-        found = source.view(offset, nbytes)
-        loop.call_soon_threadsafe(on_bytes, found.nbytes)  # before the thread's own result: whoever awaits that has heard of all bytes
-        return found
+def bare_of(source: InMemory) -> Callable[[int, int], memoryview]:
+    """How to take the bytes of `source` without the work on them (`contract.WorksBeside`)."""
+    return source.bare if isinstance(source, WorksBeside) else source.view
 
-    return view
+
+def work_of(source: InMemory) -> Callable[[int, int], None]:
+    """How to do that work; nothing where there is none that can be done apart."""
+    return source.work if isinstance(source, WorksBeside) else _no_work
+
+
+def _no_work(offset: int, nbytes: int) -> None:
+    pass

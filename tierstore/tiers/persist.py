@@ -18,9 +18,9 @@ from tierstore.format.digest import BLOCK_NBYTES, DIGEST_NBYTES, block_count, bl
 from tierstore.format.index import FileEntry, TensorEntry, build_index
 from tierstore.format.part import Part, encode_part
 from tierstore.format.receipt import Receipt, decode_receipt, encode_receipt
-from tierstore.names import Attempt, part_name, shard_name
+from tierstore.names import TMP, Attempt, part_name, shard_name
 from tierstore.storage.contract import FileInfo, InMemory, Source, Storage
-from tierstore.storage.sources import LocalSource, StorageSource
+from tierstore.storage.sources import LocalSource, StorageSource, bare_of, work_of
 from tierstore.tiers.space import SAVE_RESERVE_NBYTES, check_space
 from tierstore.tiers.tier import Tier
 
@@ -34,10 +34,10 @@ _HASHES_AHEAD = 8
 class HashingSource:
     """A `Source` that hashes its blocks while a storage writes them, each block once.
 
-    A source in memory is hashed by the thread that takes a piece of it to write it (`view`); any other in threads of its own beside the
-    write (`read`; the contract keeps a view valid and constant until the write has ended). A storage may pull a range again for a
-    retry: the bytes that it gets then are compared with those of the first time, for a source that changes in between would leave a
-    shard that is neither the old nor the new. `finish` waits for all hashing.
+    A source in memory is hashed in the storage's threads (`storage.contract.WorksBeside`); any other in threads of its own beside the
+    write (the contract keeps a view valid and constant until the write has ended). A storage may pull a range again for a retry: the
+    bytes that it gets then are compared with those of the first time, for a source that changes in between would leave a shard that is
+    neither the old nor the new. `finish` waits for all hashing.
 
     Args:
         source: The bytes.
@@ -45,7 +45,9 @@ class HashingSource:
     """
 
     view: Callable[[int, int], memoryview]
-    """`storage.contract.InMemory`: as `read`, hashed when it returns; there only if `source` has it."""
+    bare: Callable[[int, int], memoryview]
+    work: Callable[[int, int], None]
+    """`storage.contract.WorksBeside`, whose work is hashing; there only if `source` is in memory."""
 
     def __init__(self, source: Source, block_nbytes: int = BLOCK_NBYTES) -> None:
         self._source = source
@@ -57,8 +59,8 @@ class HashingSource:
         self._changed = threading.Condition()
         self._looking = 0
         if isinstance(source, InMemory):
-            self._memory = source
-            self.view = self._hashed_view
+            self._inner_bare, self._inner_work = bare_of(source), work_of(source)
+            self.view, self.bare, self.work = self._view, self._bare, self._work
 
     @property
     def nbytes(self) -> int:
@@ -80,21 +82,29 @@ class HashingSource:
         task.add_done_callback(self._hashed)
         return view
 
-    def _hashed_view(self, offset: int, nbytes: int) -> memoryview:
+    def _view(self, offset: int, nbytes: int) -> memoryview:
+        view = self._bare(offset, nbytes)
+        self._work(offset, nbytes)
+        return view
+
+    def _bare(self, offset: int, nbytes: int) -> memoryview:
+        self._check(offset, nbytes)
+        view = self._inner_bare(offset, nbytes)
+        _check_length(view, offset, nbytes)
+        return view
+
+    def _work(self, offset: int, nbytes: int) -> None:
         with self._changed:
             self._looking += 1
         try:
-            self._check(offset, nbytes)
-            view = self._memory.view(offset, nbytes)
-            _check_length(view, offset, nbytes)
-            self._hash(offset, view)
+            self._hash(offset, self._bare(offset, nbytes))
             if self._error is not None:
                 raise self._error
-            return view
         finally:
             with self._changed:
                 self._looking -= 1
                 self._changed.notify_all()
+        self._inner_work(offset, nbytes)
 
     async def finish(self) -> bytes:
         """The digests of all blocks, concatenated, once the write has ended.
@@ -213,7 +223,8 @@ async def persist(
         if written is not None:
             await tier.storage.delete([attempt.path(name)])
         raise
-    source = HashingSource(shard if written is None else StorageSource(tier.storage, attempt.path(name), written.nbytes), block_nbytes)
+    own = written is None or (isinstance(shard, LocalSource) and shard.memory)
+    source = HashingSource(shard if own else StorageSource(tier.storage, attempt.path(name), shard.nbytes), block_nbytes)
     try:
         if written is None:
             written = await tier.storage.write(attempt.path(name), source)
@@ -260,6 +271,8 @@ async def _taken_in(storage: Storage, path: str, shard: Source) -> FileInfo | No
     clone = getattr(storage, "clone", None)
     if not isinstance(shard, LocalSource) or clone is None:
         return None
+    if shard.memory and shard.origin.parent != storage.local_path(TMP):
+        return None  # another tier's memory is no place for what is to be here
     taken: FileInfo | None = await clone(path, shard.origin, hard=shard.hard)
     return taken
 
