@@ -10,20 +10,24 @@ import asyncio
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-from tierstore.errors import IntegrityError, NotFoundError, StorageError
+from tierstore.errors import IntegrityError, NotFoundError, StorageError, TierStoreError
 from tierstore.format.digest import DIGEST_NBYTES, bad_blocks, block_digests, digest_of, file_digest
 from tierstore.format.index import FileEntry, Index, PagedIndex, RoutingIndex, decode_head, decode_index
 from tierstore.format.manifest import FileRecord, Manifest, decode_manifest
 from tierstore.format.objects import ObjectsDocument, load_objects
 from tierstore.names import INDEX, MANIFEST, OBJECTS
+from tierstore.storage.contract import ReadsPieces
+from tierstore.storage.tasks import all_or_none
 from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.fetching import BUDGET_NBYTES, fetch
 from tierstore.tiers.index_pages import IndexPages, read_whole
 from tierstore.tiers.leases import Lease
+from tierstore.tiers.nearby import FileReading
 from tierstore.tiers.passed_over import BadCopy, OnDamage, PassedOver
 from tierstore.tiers.reads import AnyWant, ReadCost, Span, Want, plan_spans
 from tierstore.tiers.sources import Source, sources_of
@@ -35,6 +39,8 @@ log = logging.getLogger(__name__)
 
 _ENTRIES_NBYTES = 64 << 20
 """Block digests that are kept, in bytes: those of 2 TiB."""
+_UNSPLIT_NBYTES = 1 << 62
+
 
 class BringsNearer(Protocol):
     """What copies files onto a tier of this node before they are read from afar (`hydrate.Onto`)."""
@@ -186,18 +192,19 @@ class Replica:
         if self.lease is not None:
             self.lease.begin()  # in a forked child it holds one of its own
         await self.hydrate(wants)
-        align = self.index.block_nbytes if verify else 1
-        spans = plan_spans(wants, file_nbytes=self.index.file_nbytes, align=align, cost=self._cost())
-        if verify:
-            await self._load_entries(span.file for span in spans)
-        costs = {s.tier.name: _cost_of(s.tier) for s in self._sources}
-        slots = {name: asyncio.Semaphore(cost.concurrency) for name, cost in costs.items()}
-        await fetch(
-            spans,
-            lambda span, view: self._fill(span, view, verify, slots),
-            concurrency=max(cost.concurrency for cost in costs.values()),
-            budget_nbytes=self._budget_nbytes,
-        )
+        slots = {source.tier.name: asyncio.Semaphore(_cost_of(source.tier).concurrency) for source in self._sources}
+        if not verify:
+            spans = plan_spans(wants, file_nbytes=self.index.file_nbytes, align=1, cost=self._cost())
+            await self._fetch(spans, slots, verify=False)
+            return
+        await self._load_entries(want.file for want in wants if want.nbytes)
+        near, far = self._by_storage(wants)
+        block_nbytes = self.index.block_nbytes
+        works = [self._read_near(source, wanted, slots) for source, wanted in near]
+        if far:
+            spans = plan_spans(far, file_nbytes=self.index.file_nbytes, align=block_nbytes, cost=self._cost())
+            works.append(self._fetch(spans, slots))
+        await all_or_none(works)
 
     async def hydrate(self, wants: Sequence[AnyWant]) -> None:
         """Brings files nearer of which `wants` are a large part, where this load is to (`hydrating`); `read` begins with it."""
@@ -221,11 +228,93 @@ class Replica:
             self._objects = await asyncio.to_thread(load_objects, await self._document(self._record(OBJECTS)))
         return self._objects
 
-    async def _fill(self, span: Span, view: memoryview, verify: bool, slots: dict[str, asyncio.Semaphore]) -> None:
+    def _by_storage(self, wants: Sequence[AnyWant]) -> tuple[list[tuple[Source, list[AnyWant]]], list[AnyWant]]:
+        """The wants by the copy that they are read from first, where its storage proves what it reads; and all others."""
+        near: dict[str, tuple[Source, list[AnyWant]]] = {}
+        far: list[AnyWant] = []
+        lists: dict[str, list[AnyWant]] = {}
+        for want in wants:
+            found = lists.get(want.file)
+            if found is None:
+                first = next(iter(self._passed.order(want.file)), None)
+                if first is not None and isinstance(first.tier.storage, ReadsPieces):
+                    found = near.setdefault(first.tier.name, (first, []))[1]
+                else:
+                    found = far
+                lists[want.file] = found
+            found.append(want)
+        return list(near.values()), far
+
+    async def _read_near(self, source: Source, wants: Sequence[AnyWant], slots: dict[str, asyncio.Semaphore]) -> None:
+        """Reads from a storage that has its pieces proved while it reads; what is not good there, from the next tiers."""
+        tier, block_nbytes = source.tier, self.index.block_nbytes
+        assert isinstance(tier.storage, ReadsPieces)
+        cost = replace(_cost_of(tier), span_nbytes=_UNSPLIT_NBYTES)  # its threads cut what they read as they need it
+        by_file: dict[str, list[Span]] = {}
+        for span in plan_spans(wants, file_nbytes=self.index.file_nbytes, align=block_nbytes, cost=cost):
+            by_file.setdefault(span.file, []).append(span)
+        readings = [
+            FileReading(await self._entry(file), self.info.attempt.path(file), spans, block_nbytes, tier.speed.now)
+            for file, spans in by_file.items()
+        ]
+        self.requests[tier.name] += sum(len(reading.ranges) for reading in readings)
+        failure: StorageError | None = None
+        try:
+            await tier.storage.read_pieces(readings)
+        except StorageError as error:
+            failure = error
+        left: list[Span] = []
+        tried: set[tuple[str, str]] = set()
+        for reading in readings:
+            self.bytes_fetched[tier.name] += reading.nbytes
+            for nbytes, seconds in reading.samples:
+                tier.speed.note(nbytes, seconds)
+            ranges = reading.left()
+            left.extend(reading.spans(ranges, _cost_of(tier).span_nbytes))
+            if self._note(source, reading, failure if ranges else None):
+                tried.add((tier.name, reading.entry.name))
+        if failure is None and any(reading.nbytes for reading in readings):
+            self._passed.answers(tier)
+        if left:
+            await self._fetch(left, slots, tried=tried)
+
+    def _note(self, source: Source, reading: FileReading, failure: StorageError | None) -> bool:
+        """Notes what was wrong with a file, if anything was; False if it may well be read from there once more."""
+        file = reading.entry.name
+        for _, end, error in reading.errors:
+            assert isinstance(error, TierStoreError)
+            self._passed.note(source, file, error, partial(source.tier.storage.read, reading.path, end - 1, 1))
+        if reading.bad:
+            self._note_damage(source, file, min(reading.bad)[0])
+        if not reading.errors and not reading.bad and failure is not None:
+            self._passed.note(source, file, failure)
+        return bool(reading.errors or reading.bad)
+
+    async def _fetch(
+        self,
+        spans: Sequence[Span],
+        slots: dict[str, asyncio.Semaphore],
+        *,
+        verify: bool = True,
+        tried: Collection[tuple[str, str]] = (),
+    ) -> None:
+        """Reads spans by asking storages for them; `tried` names tiers and files whose copies were not good for these."""
+        await fetch(
+            spans,
+            lambda span, view: self._fill(span, view, verify, slots, tried),
+            concurrency=max(_cost_of(source.tier).concurrency for source in self._sources),
+            budget_nbytes=self._budget_nbytes,
+        )
+
+    async def _fill(
+        self, span: Span, view: memoryview, verify: bool, slots: dict[str, asyncio.Semaphore], tried: Collection[tuple[str, str]]
+    ) -> None:
         """Fills `view` with the span's bytes, each block from the first tier where it is good."""
         pending = [(span.begin, span.end)]
         for source in self._passed.order(span.file):
             tier = source.tier
+            if (tier.name, span.file) in tried:
+                continue
             left: list[tuple[int, int]] = []
             for begin, end in pending:
                 part = view[begin - span.begin : end - span.begin]
@@ -263,9 +352,12 @@ class Replica:
                 bad.append((b, e))
         if not bad:
             return []
-        reason = f"block {bad[0][0] // size} is damaged: its SHA-256 is not the one in the index"
-        self._passed.note(source, entry.name, IntegrityError(reason))
+        self._note_damage(source, entry.name, bad[0][0])
         return bad
+
+    def _note_damage(self, source: Source, file: str, offset: int) -> None:
+        block = offset // self.index.block_nbytes
+        self._passed.note(source, file, IntegrityError(f"block {block} is damaged: its SHA-256 is not the one in the index"))
 
     async def _document(self, file: FileRecord) -> bytes:
         """A small file as a whole, proved against the manifest."""
