@@ -24,6 +24,8 @@ from tierstore.state.adopt import adopt_foreign
 from tierstore.state.agreement import Agreement
 from tierstore.state.candidates import info_of, same_facts
 from tierstore.state.codecs import default_codecs
+from tierstore.state.copy_threads import CopyThreads
+from tierstore.state.device_copy import DeviceCopies
 from tierstore.state.export.exporting import Exported, ExportOptions
 from tierstore.state.facts import facts_of
 from tierstore.state.foreign.opening import Format, look_at
@@ -34,7 +36,7 @@ from tierstore.state.load import LoadOptions, load_state
 from tierstore.state.ranks import JointSave, Ranks, rank_and_size, ranks_of
 from tierstore.state.resuming import Resumed, resume_newest
 from tierstore.state.shared_cadence import SharedCadence
-from tierstore.state.stage import StagedState, stage
+from tierstore.state.stage import Prepared, StagedState, prepare, stage
 from tierstore.state.stage_chunks import PlannedChunk, stage_chunks
 from tierstore.tiers.cadence import Cadence
 from tierstore.tiers.catalog import Catalog, CheckpointInfo, RecordCache, scan
@@ -49,7 +51,7 @@ from tierstore.tiers.status import Status
 from tierstore.tiers.ticket import Ticket
 from tierstore.tiers.worker import SaveJob, Worker
 
-__all__ = ["Resumed", "Store", "open"]
+__all__ = ["Prepared", "Resumed", "Store", "open"]
 
 log = logging.getLogger(__name__)
 
@@ -144,6 +146,8 @@ class Store:
             busy=self._worker.writing,
         )
         self._pool = ImagePool(self._image_directory(), max_nbytes=config.io.max_inflight)
+        self._threads, self._devices = CopyThreads(), DeviceCopies()
+        self._told_allocating = False
         self._lock = threading.Lock()
         self._process_group = process_group
         self._ranks: Ranks | None = None
@@ -203,7 +207,7 @@ class Store:
                 self._check_new(step)
             return self._next_save_id()
 
-        joint = None if self.world_size == 1 else JointSave(self._joint_ranks(), step, propose)
+        joint = None if self.world_size == 1 else JointSave(self._joint_ranks(), step, propose, threads=self._threads)
         with nullcontext() if joint is None else joint.telling():
             step = check_step(step)
             _check_if_exists(if_exists)
@@ -218,6 +222,8 @@ class Store:
                 world_size=self.world_size,
                 pool=self._pool,
                 codecs=self._codecs,
+                threads=self._threads,
+                devices=self._devices,
                 make_room=self._worker.make_room,
                 joint=joint,
             )
@@ -229,10 +235,71 @@ class Store:
             if joint is not None and joint.under_way:  # the others go on: this rank's part will never come
                 self._give_up(Attempt(run=self.run, step=step, save_id=joint.save_id), error)
             raise
+        self._tell_allocating(staged)
         ticket.stall_s = self._clock.monotonic() - began
         self._cadence.stalled(ticket.stall_s)
         ticket.on("committed", lambda event: self._cadence.committed(self._clock.monotonic() - began))
         return ticket
+
+    def prepare(self, state: Any, *, images: int | None = None) -> Prepared:
+        """Makes and touches the memory that saves of such a state need, and plans them: then the first save is as short as later ones.
+
+        Call it before the loop, or once the state has the structure that will be saved (an optimizer has its moments after its first
+        step). Nothing is copied or written, and a second call finds all there. In a store of several ranks all of them make this call:
+        who writes what is agreed on, as in a save.
+
+        Args:
+            state: What will be saved; names, shapes and dtypes count, and in a store of several ranks the values that ranks share.
+            images: How many images to have; None: one, and where the nearest tier is memory, which keeps the images that were saved
+                last, one more than it keeps (two if its retention does not say).
+
+        Returns:
+            What it took.
+
+        Raises:
+            UnsupportedTypeError: The state holds something that can't be stored; names its path.
+            TierFullError: There is no memory for an image. Where there is for some, there are fewer, with a warning.
+            RankError, DeadlineError: Another rank failed, or did not come within ``save.agreement_timeout``; named.
+        """
+        self._check_usable()
+        if images is not None and images < 1:
+            raise UsageError(f"images={images} prepares nothing", hint="give 1 or more, or leave it out")
+        with self._one_call():
+            what = "preparing saves"
+            joint = None if self.world_size == 1 else JointSave(self._joint_ranks(), 0, str, threads=self._threads, what=what)
+            return prepare(
+                state,
+                images=images or self._images(),
+                rank=self.rank,
+                world_size=self.world_size,
+                pool=self._pool,
+                codecs=self._codecs,
+                threads=self._threads,
+                devices=self._devices,
+                joint=joint,
+            )
+
+    def _images(self) -> int:
+        """So many images take turns: one that is filled, and those that a memory tier keeps."""
+        if self._pool.directory is None:
+            return 1
+        policy = self.config.retention_for(self.run)
+        tier = None if policy is None else (policy.tiers or {}).get(self.config.tiers[0].name)
+        rules = () if tier is None else tier.keep or ()
+        return 1 + max((rule.last for rule in rules if rule.last is not None), default=1)
+
+    def _tell_allocating(self, staged: StagedState) -> None:
+        """Says once what the memory of a save cost, which no later one pays."""
+        if self._told_allocating or not staged.seconds.allocate_s:
+            return
+        self._told_allocating = True
+        log.info(
+            "run=%s nbytes=%d allocate_s=%.3f of a stall of %.3f s went to memory, which later saves find; store.prepare(state) makes it",
+            self.run,
+            staged.nbytes,
+            staged.seconds.allocate_s,
+            staged.seconds.total_s,
+        )
 
     def _submit(self, attempt: Attempt, staged: StagedState, facts: Mapping[str, Any]) -> Ticket:
         try:
@@ -248,6 +315,7 @@ class Store:
                 release=staged.release,
             )
             ticket = self._worker.submit(job)
+            ticket.stall = staged.seconds
         except BaseException:
             staged.release()
             raise
@@ -377,6 +445,8 @@ class Store:
             pool=self._pool,
             aliases=aliases,
             make_room=self._worker.make_room,
+            threads=self._threads,
+            devices=self._devices,
         )
 
     def submit(
@@ -636,6 +706,7 @@ class Store:
                 self._worker.close(deadline)
         finally:
             self._session.run(self._hydration.close(_SETTLE_S))
+            self._threads.close()
             self._pool.close()
             self._session.close()
 

@@ -2,24 +2,25 @@
 
 Contiguous host memory is moved with memmove from Python threads: as fast as torch's own parallel copy, without starting a team of
 OpenMP threads per Python thread, and independent of `torch.set_num_threads`. What is strided or lives on a device goes through
-`Tensor.copy_` between integer views, which gathers and transfers in the same pass.
+`Tensor.copy_` between integer views, which gathers and transfers in the same pass; a device whose copies can go on by themselves
+(`state.device_copy`) is only told of them.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from tierstore.state.bits import as_bits, tensor_over
+from tierstore.state.copy_threads import CopyThreads
 
-__all__ = ["Move", "copy_all", "default_threads"]
+__all__ = ["Move", "as_place", "copy_all"]
 
-_PIECE_NBYTES = 16 << 20
+_PIECE_NBYTES = 8 << 20
 """What one thread moves at a time: large enough for memmove's streaming stores, small enough to balance the threads."""
 
 
@@ -32,35 +33,53 @@ class Move:
     nbytes: int
 
 
-def default_threads() -> int:
-    """Threads that saturate a memory bus with memmove: few, and never more than this process may run on."""
-    return max(1, min(4, len(os.sched_getaffinity(0))))
-
-
-def copy_all(moves: Sequence[Move], image: memoryview, *, threads: int | None = None) -> None:
-    """Copies every tensor to its place in `image`, and returns when all of it is there.
+def copy_all(
+    moves: Sequence[Move],
+    image: memoryview,
+    *,
+    threads: CopyThreads | int | None = None,
+    send: Callable[[Sequence[Move], memoryview], Sequence[Move]] | None = None,
+) -> None:
+    """Copies every tensor to its place in `image`, and returns when all of it is there, but for what `send` took over.
 
     Args:
         moves: Disjoint places, each aligned to its tensor's item size.
         image: Writable memory that holds them all.
-        threads: How many threads move bytes; None: `default_threads`.
+        threads: Who moves bytes: a store's threads, or how many are to be started for this; None: few.
+        send: Begins the copies of tensors on devices that make them by themselves, and returns those that are left.
     """
-    threads = threads or default_threads()
+    if isinstance(threads, CopyThreads):
+        _copy(moves, image, threads, send)
+        return
+    own = CopyThreads(threads)
+    try:
+        _copy(moves, image, own, send)
+    finally:
+        own.close()
+
+
+def _copy(
+    moves: Sequence[Move],
+    image: memoryview,
+    threads: CopyThreads,
+    send: Callable[[Sequence[Move], memoryview], Sequence[Move]] | None,
+) -> None:
     base = ctypes.addressof(ctypes.c_char.from_buffer(image)) if moves else 0
     pieces: list[list[tuple[int, int, int]]] = []
     batch: list[tuple[int, int, int]] = []
     room = _PIECE_NBYTES
-    strided: list[Move] = []
+    others: list[Move] = []
     for move in moves:
-        if move.nbytes == 0:
+        left = move.nbytes
+        if left == 0:
             continue
         tensor = move.tensor
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            strided.append(move)
+        if not tensor.is_cpu or not tensor.is_contiguous():
+            others.append(move)
             continue
-        source, target, left = tensor.data_ptr(), base + move.begin, move.nbytes
+        source, target = tensor.data_ptr(), base + move.begin
         while left:
-            count = min(left, room)
+            count = left if left < room else room
             batch.append((target, source, count))
             source, target, left, room = source + count, target + count, left - count, room - count
             if room == 0:
@@ -68,16 +87,9 @@ def copy_all(moves: Sequence[Move], image: memoryview, *, threads: int | None = 
                 batch, room = [], _PIECE_NBYTES
     if batch:
         pieces.append(batch)
-    if threads == 1 or len(pieces) <= 1:
-        for piece in pieces:
-            _move(piece)
-        _gather(strided, image)
-        return
-    with ThreadPoolExecutor(threads if not strided else max(1, threads - 1), thread_name_prefix="tierstore-copy") as pool:
-        futures = [pool.submit(_move, piece) for piece in pieces]
-        _gather(strided, image)
-        for future in futures:
-            future.result()
+    if others and send is not None:
+        others = list(send(others, image))
+    threads.run([partial(_move, piece) for piece in pieces], (lambda: _gather(others, image)) if others else None)
 
 
 def _move(piece: Sequence[tuple[int, int, int]]) -> None:
@@ -85,8 +97,12 @@ def _move(piece: Sequence[tuple[int, int, int]]) -> None:
         ctypes.memmove(target, source, nbytes)  # releases the GIL
 
 
+def as_place(move: Move, image: memoryview) -> torch.Tensor:
+    """Where `move` goes, as a tensor of the bits of its tensor's."""
+    return as_bits(tensor_over(image[move.begin : move.begin + move.nbytes], move.tensor.dtype, tuple(move.tensor.shape)))
+
+
 def _gather(moves: Sequence[Move], image: memoryview) -> None:
     with torch.no_grad():
         for move in moves:
-            place = tensor_over(image[move.begin : move.begin + move.nbytes], move.tensor.dtype, tuple(move.tensor.shape))
-            as_bits(place).copy_(as_bits(move.tensor))
+            as_place(move, image).copy_(as_bits(move.tensor))

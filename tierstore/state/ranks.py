@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from tierstore.errors import UsageError
 from tierstore.state.agreement import Agreement, group_of, telling
+from tierstore.state.copy_threads import CopyThreads
 from tierstore.state.fingerprint import fingerprints
 from tierstore.state.flatten import FlatState
 from tierstore.state.ownership import Agreed, Ownership
@@ -141,14 +142,19 @@ class JointSave:
         ranks: The ranks.
         step: This rank's step.
         propose: Called on rank 0: the save id of the new attempt. What it raises reaches all ranks.
+        threads: Who reads the tensors whose values are compared; None: a few threads that are started for this.
+        what: What is done, for messages; None: the save of the step.
     """
 
-    def __init__(self, ranks: Ranks, step: int, propose: Callable[[], str]) -> None:
+    def __init__(
+        self, ranks: Ranks, step: int, propose: Callable[[], str], *, threads: CopyThreads | None = None, what: str | None = None
+    ) -> None:
         self._ranks = ranks
         self._agreement = ranks.agreement
         self._step = step
         self._propose = propose
-        self._what = f"the save of step {step}"
+        self._threads = threads
+        self._what = what or f"the save of step {step}"
         self.save_id = ""
         """What all ranks call the attempt, after `settle`."""
         self.under_way = False
@@ -170,7 +176,7 @@ class JointSave:
             table = table_of(units, self._ranks.members)
             signature = signature_of(table)
             number, agreed = self._ranks.known(signature)
-            prints = _prints(agreed, units) if agreed is not None else {}
+            prints = _prints(agreed, units, self._threads) if agreed is not None else {}
             digests = agreed.digests(prints) if agreed is not None else b""
         opening = _packed({"step": self._step, "number": number}, signature + digests)
         verdict, _ = _unpacked(self._agreement.agree(self._what, opening, lambda values: self._open(agreed, values)))
@@ -179,7 +185,7 @@ class JointSave:
         if agreed is None or verdict["speakers"] is not None:
             agreed = self._exchange_tables(table, signature, verdict["speakers"])
             with self.telling():
-                prints = _prints(agreed, units)
+                prints = _prints(agreed, units, self._threads)
             differing = self._compare(agreed, prints)
         apart = self._compare_each(agreed, prints, [(pattern, bucket) for pattern, bucket in differing]) if differing else {}
         return agreed.ownership(units, apart, self._ranks.members)
@@ -238,11 +244,11 @@ class JointSave:
         return dict(json.loads(found))
 
 
-def _prints(agreed: Agreed, units: Sequence[Unit]) -> dict[int, bytes]:
+def _prints(agreed: Agreed, units: Sequence[Unit], threads: CopyThreads | None) -> dict[int, bytes]:
     """Fingerprints of this rank's units that other ranks may hold too, by the numbers of their items."""
     asked = agreed.compared(units)
     tensors = [piece.tensor for unit in asked.values() for piece in unit.leaf.pieces]
-    each = iter(fingerprints(tensors))
+    each = iter(fingerprints(tensors, threads=threads))
     found = {number: b"".join(next(each) for _ in unit.leaf.pieces) for number, unit in asked.items()}
     return {number: digest if len(digest) == 16 else signature_of(digest) for number, digest in found.items()}
 

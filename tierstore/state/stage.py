@@ -1,93 +1,43 @@
 """Staging: a state becomes the image of a shard file in memory, in one copy. `save` returns when this is done.
 
-The layout (safetensors header and every tensor's place) depends on names, shapes and dtypes alone; it is planned once per structure and
-remembered by the pool, so that a steady-state save costs one warm memcpy.
+The layout is planned once per structure and the memory recycled, so that a steady-state save costs one warm memcpy. `prepare` does
+what the first save would have to do beside that: planning, and making memory.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from tierstore.errors import UsageError
-from tierstore.format.dtypes import DTYPES
-from tierstore.format.index import Extent, TensorEntry
 from tierstore.format.objects import ObjectCodecs, encode_objects
-from tierstore.format.shard import ChunkSpec, ShardPlan, plan_shard, tensor_entries
-from tierstore.names import shard_name
 from tierstore.state.codecs import default_codecs
+from tierstore.state.copy_threads import CopyThreads
 from tierstore.state.copying import Move, copy_all
-from tierstore.state.flatten import FlatState, ViewOf, flatten
-from tierstore.state.image import ImagePool
+from tierstore.state.device_copy import Arrival, DeviceCopies
+from tierstore.state.flatten import FlatState, flatten
+from tierstore.state.image import Image, ImagePool
+from tierstore.state.layout import Layout, layout_of
 from tierstore.state.ownership import Ownership, by_rank
 from tierstore.state.ranks import JointSave
+from tierstore.state.staged import ImageSource, StagedState, staged_in
+from tierstore.tiers.stall import StageTimes
 
-__all__ = ["ImageSource", "StageTimes", "StagedState", "stage"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTimes:
-    """Where the stall of a save went, in seconds."""
-
-    plan_s: float
-    """Walking the state, encoding its objects, and planning or recalling the layout."""
-    wait_s: float
-    """Getting an image: waiting for an earlier save, or making a new one."""
-    copy_s: float
-    agree_s: float = 0.0
-    """Comparing fingerprints, and waiting for the other ranks of the save."""
-
-
-class ImageSource:
-    """The staged bytes as a `storage.contract.Source`: reads are read-only views of the image, nothing is copied."""
-
-    __slots__ = ("_view",)
-
-    def __init__(self, view: memoryview) -> None:
-        self._view = view.toreadonly()
-
-    @property
-    def nbytes(self) -> int:
-        return self._view.nbytes
-
-    async def read(self, offset: int, nbytes: int) -> memoryview:
-        if not 0 <= offset <= offset + nbytes <= self._view.nbytes:
-            raise UsageError(f"bytes {offset} to {offset + nbytes} lie outside of a staged image of {self._view.nbytes}")
-        return self._view[offset : offset + nbytes]
+__all__ = ["ImageSource", "Prepared", "StageTimes", "StagedState", "prepare", "stage"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagedState:
-    """A state in host memory, independent of the tensors that it came from.
+class Prepared:
+    """What `prepare` did."""
 
-    Attributes:
-        source: The shard file's bytes.
-        tensors: What the routing index will say of them.
-        objects: This rank's encoded tree: everything that is not a tensor, and references to those.
-        nbytes: Length of the shard, in bytes.
-        seconds: Where the time went.
-    """
-
-    source: ImageSource
-    tensors: tuple[TensorEntry, ...]
-    objects: bytes
     nbytes: int
-    seconds: StageTimes
-    _free: Callable[[], None] = field(repr=False)
-
-    def release(self) -> None:
-        """Gives the image back to its pool, when its bytes are on a tier; a second call does nothing."""
-        self._free()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layout:
-    plan: ShardPlan
-    tensors: tuple[TensorEntry, ...]
+    """What this rank writes of such a state, in bytes."""
+    images: int
+    """How many images were made; 0 where all was there already."""
+    seconds: float
 
 
 def stage(
@@ -98,7 +48,8 @@ def stage(
     pool: ImagePool,
     codecs: ObjectCodecs | None = None,
     timeout: float | None = None,
-    threads: int | None = None,
+    threads: CopyThreads | int | None = None,
+    devices: DeviceCopies | None = None,
     make_room: Callable[[int], None] | None = None,
     joint: JointSave | None = None,
 ) -> StagedState:
@@ -111,7 +62,8 @@ def stage(
         pool: Where the memory comes from.
         codecs: Codecs for further types; None: torch's own.
         timeout: Seconds to wait for memory that earlier saves hold; None: without limit.
-        threads: How many threads copy; None: few.
+        threads: Who copies: a store's threads, or how many are to be started; None: few.
+        devices: Devices whose copies go on after this has returned; None: all copies are waited for.
         make_room: Called with the image's length before memory is asked for: the backlog's rule (`Worker.make_room`); its errors pass.
         joint: How this rank agrees with the others on who writes what; None: each rank writes all plain tensors that it has.
 
@@ -121,8 +73,94 @@ def stage(
         DeadlineError, TierFullError: No memory for the image.
         RankError: Another rank can't save; nothing was staged on any.
     """
+    with _workers(threads) as workers:
+        plan = _planned(state, codecs or default_codecs(), rank, world_size, pool, joint)
+        with _telling(joint):
+            if make_room is not None:
+                make_room(plan.nbytes)
+            image = pool.acquire(plan.nbytes, timeout)
+        acquired, made_s = time.perf_counter(), image.allocate_s
+        try:
+            image.touch(workers)
+            touched = time.perf_counter()
+            if joint is not None:
+                joint.ready()
+            ready = time.perf_counter()
+            arrival = _fill(image, plan, workers, devices)
+        except BaseException:
+            image.release()
+            raise
+    return staged_in(
+        image,
+        arrival,
+        tensors=plan.layout.tensors,
+        objects=plan.objects,
+        seconds=StageTimes(
+            plan_s=plan.plan_s,
+            agree_s=plan.agree_s + ready - touched,
+            wait_s=acquired - plan.ended_s - made_s,
+            allocate_s=image.allocate_s,
+            copy_s=time.perf_counter() - ready,
+        ),
+    )
+
+
+def prepare(
+    state: Any,
+    *,
+    images: int,
+    rank: int = 0,
+    world_size: int = 1,
+    pool: ImagePool,
+    codecs: ObjectCodecs | None = None,
+    threads: CopyThreads | None = None,
+    devices: DeviceCopies | None = None,
+    joint: JointSave | None = None,
+) -> Prepared:
+    """Plans as `stage` does, sees to it that `images` images are there, touched and registered, and starts the threads; copies nothing.
+
+    Raises:
+        UnsupportedTypeError, UsageError, RankError: As `stage`.
+        TierFullError: There is no memory for an image.
+    """
     began = time.perf_counter()
-    codecs = codecs or default_codecs()
+    with _workers(threads) as workers:
+        plan = _planned(state, codecs or default_codecs(), rank, world_size, pool, joint)
+        kinds = sorted({piece.tensor.device.type for leaf in plan.flat.leaves for piece in leaf.pieces})
+
+        def touch(image: Image) -> None:
+            image.touch(workers)
+            if devices is not None:
+                for kind in kinds:
+                    devices.register(image, kind)
+
+        with _telling(joint):
+            workers.start()
+            made = pool.reserve(plan.nbytes, images, touch)
+        if joint is not None:
+            joint.ready()
+    return Prepared(nbytes=plan.nbytes, images=made, seconds=time.perf_counter() - began)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What is to be copied, and where to; `ended_s` is when planning ended, by `time.perf_counter`."""
+
+    flat: FlatState
+    owned: Ownership
+    objects: bytes
+    layout: Layout
+    plan_s: float
+    agree_s: float
+    ended_s: float
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.plan.nbytes
+
+
+def _planned(state: Any, codecs: ObjectCodecs, rank: int, world_size: int, pool: ImagePool, joint: JointSave | None) -> _Plan:
+    began = time.perf_counter()
     with _telling(joint):
         flat = flatten(state, codecs)
         if flat.ranks > world_size:
@@ -135,97 +173,43 @@ def stage(
     settled = time.perf_counter()
     with _telling(joint):
         objects = encode_objects(flat.tree(owned.names), codecs)
-        layout = _layout(flat, owned, rank, world_size, pool)
-        planned = time.perf_counter()
-        if make_room is not None:
-            make_room(layout.plan.nbytes)
-        image = pool.acquire(layout.plan.nbytes, timeout)
-    acquired = time.perf_counter()
+        layout = layout_of(flat, owned, rank, world_size, pool)
+    ended = time.perf_counter()
+    agreeing = settled - flattened
+    return _Plan(flat=flat, owned=owned, objects=objects, layout=layout, plan_s=ended - began - agreeing, agree_s=agreeing, ended_s=ended)
+
+
+def _fill(image: Image, plan: _Plan, threads: CopyThreads, devices: DeviceCopies | None) -> Arrival:
+    view, placements, arrival = image.view, plan.layout.plan.placements, Arrival()
+    view[: len(plan.layout.plan.header)] = plan.layout.plan.header
+    names, written = plan.owned.names, plan.owned.written
+    pieces = {
+        (names.get(leaf.name, leaf.name), piece.offsets): piece.tensor
+        for leaf in plan.flat.leaves
+        if leaf.name in written
+        for piece in leaf.pieces
+    }
+    moves = [Move(tensor=pieces[p.spec.name, p.spec.offsets], begin=p.begin, nbytes=p.end - p.begin) for p in placements]
     try:
-        if joint is not None:
-            joint.ready()
-        ready = time.perf_counter()
-        view = image.view[: layout.plan.nbytes]
-        view[: len(layout.plan.header)] = layout.plan.header
-        pieces = {
-            (owned.names.get(leaf.name, leaf.name), piece.offsets): piece.tensor
-            for leaf in flat.leaves
-            if leaf.name in owned.written
-            for piece in leaf.pieces
-        }
-        copy_all(
-            [Move(tensor=pieces[p.spec.name, p.spec.offsets], begin=p.begin, nbytes=p.end - p.begin) for p in layout.plan.placements],
-            view,
-            threads=threads,
-        )
+        copy_all(moves, view, threads=threads, send=None if devices is None else devices.sender(image, arrival))
     except BaseException:
-        image.release()
+        arrival.settle()
         raise
-    return StagedState(
-        source=ImageSource(view),
-        tensors=layout.tensors,
-        objects=objects,
-        nbytes=layout.plan.nbytes,
-        seconds=StageTimes(
-            plan_s=flattened - began + planned - settled,
-            agree_s=settled - flattened + ready - acquired,
-            wait_s=acquired - planned,
-            copy_s=time.perf_counter() - ready,
-        ),
-        _free=image.release,
-    )
+    return arrival
+
+
+@contextmanager
+def _workers(threads: CopyThreads | int | None) -> Iterator[CopyThreads]:
+    """A store's threads; or some of our own, which end with this."""
+    if isinstance(threads, CopyThreads):
+        yield threads
+        return
+    own = CopyThreads(threads)
+    try:
+        yield own
+    finally:
+        own.close()
 
 
 def _telling(joint: JointSave | None) -> AbstractContextManager[None]:
     return nullcontext() if joint is None else joint.telling()
-
-
-def _layout(flat: FlatState, owned: Ownership, rank: int, world_size: int, pool: ImagePool) -> _Layout:
-    specs = tuple(
-        (owned.names.get(leaf.name, leaf.name), leaf.dtype, tuple(piece.tensor.shape), leaf.global_shape, piece.offsets)
-        for leaf in flat.leaves
-        if leaf.name in owned.written
-        for piece in leaf.pieces
-    )
-    stored = {leaf.name for leaf in flat.leaves if leaf.name in owned.written and leaf.pieces}
-    views = tuple(view for view in flat.views if view.base in stored)
-    stored.update(view.name for view in views)
-    aliases = {alias: name for alias, name in flat.aliases.items() if name in stored}
-    renamed = {name: owned.names[name] for name in (*stored, *aliases) if name in owned.names}
-    signature = (rank, world_size, specs, tuple(aliases.items()), views, tuple(sorted(renamed.items())))
-    known = pool.layout(signature)
-    if isinstance(known, _Layout):
-        return known
-    layout = _plan(specs, aliases, views, renamed, rank, world_size)
-    pool.remember(signature, layout)
-    return layout
-
-
-_Spec = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-
-
-def _plan(
-    specs: Sequence[_Spec], aliases: Mapping[str, str], views: Sequence[ViewOf], renamed: Mapping[str, str], rank: int, world_size: int
-) -> _Layout:
-    def stored_as(name: str) -> str:
-        return renamed.get(name, name)
-
-    inner = {view.name for view in views}
-    plan = plan_shard(
-        [ChunkSpec(name=name, dtype=dtype, shape=shape, global_shape=whole, offsets=at) for name, dtype, shape, whole, at in specs],
-        aliases={stored_as(alias): stored_as(name) for alias, name in aliases.items() if name not in inner},
-        facts={"rank": rank, "world_size": world_size},
-    )
-    file = shard_name(rank, world_size)
-    # Views are byte ranges within what they are views of.
-    begins = {p.spec.name: p.begin for p in plan.placements}
-    lying: dict[str, TensorEntry] = {}
-    for view in views:
-        begin = begins[stored_as(view.base)] + view.offset
-        end = begin + math.prod(view.shape) * DTYPES[view.dtype].itemsize
-        extent = Extent(file=file, begin=begin, end=end, offsets=(0,) * len(view.shape), sizes=view.shape)
-        lying[view.name] = TensorEntry(name=stored_as(view.name), dtype=view.dtype, shape=view.shape, extents=(extent,))
-    for alias, name in aliases.items():
-        if name in lying:
-            lying[alias] = replace(lying[name], name=stored_as(alias))
-    return _Layout(plan=plan, tensors=(*tensor_entries(plan, file), *lying.values()))

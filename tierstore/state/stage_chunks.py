@@ -17,10 +17,13 @@ from tierstore.errors import UnsupportedTypeError, UsageError
 from tierstore.format.shard import ChunkSpec, Placement, ShardPlan, plan_shard, tensor_entries
 from tierstore.names import shard_name
 from tierstore.state.bits import dtype_name
+from tierstore.state.copy_threads import CopyThreads
 from tierstore.state.copying import Move, copy_all
+from tierstore.state.device_copy import Arrival, DeviceCopies
 from tierstore.state.guard import check_storable
-from tierstore.state.image import ImagePool
-from tierstore.state.stage import ImageSource, StagedState, StageTimes
+from tierstore.state.image import Image, ImagePool
+from tierstore.state.staged import StagedState, staged_in
+from tierstore.tiers.stall import StageTimes
 
 __all__ = ["PlannedChunk", "stage_chunks"]
 
@@ -54,6 +57,8 @@ def stage_chunks(
     pool: ImagePool,
     aliases: Mapping[str, str] | None = None,
     make_room: Callable[[int], None] | None = None,
+    threads: CopyThreads | None = None,
+    devices: DeviceCopies | None = None,
 ) -> StagedState:
     """Lays `chunks` out as a shard and copies each into an image of `pool`, once.
 
@@ -65,17 +70,27 @@ def stage_chunks(
         pool: Where the memory comes from.
         aliases: Further names of tensors among `chunks`: alias to stored name.
         make_room: Called with the image's length before memory is asked for.
+        threads: Who copies; None: a few threads that are started for this.
+        devices: Devices whose copies go on after this has returned; None: all copies are waited for.
 
     Raises:
         UnsupportedTypeError: A chunk can't be stored; names the tensor.
         UsageError: A chunk has not the shape that was planned, or chunks contradict each other.
         DeadlineError, TierFullError: No memory for the image.
     """
+    workers = threads or CopyThreads()
+
+    def stage(chosen: Sequence[PlannedChunk]) -> StagedState:
+        return _stage(chosen, objects, rank, world_size, pool, aliases or {}, make_room, workers, devices)
+
     try:
-        return _stage(chunks, objects, rank, world_size, pool, aliases or {}, make_room)
-    except _OtherDtypeError:
-        learned = [replace(c, spec=replace(c.spec, dtype=dtype_name(c.get().dtype))) for c in chunks]
-        return _stage(learned, objects, rank, world_size, pool, aliases or {}, make_room)
+        try:
+            return stage(chunks)
+        except _OtherDtypeError:
+            return stage([replace(c, spec=replace(c.spec, dtype=dtype_name(c.get().dtype))) for c in chunks])
+    finally:
+        if workers is not threads:
+            workers.close()
 
 
 def _stage(
@@ -86,32 +101,59 @@ def _stage(
     pool: ImagePool,
     aliases: Mapping[str, str],
     make_room: Callable[[int], None] | None,
+    threads: CopyThreads,
+    devices: DeviceCopies | None,
 ) -> StagedState:
     began = time.perf_counter()
-    plan = plan_shard([c.spec for c in chunks], aliases=aliases, facts={"rank": rank, "world_size": world_size})
+    plan = _plan(chunks, aliases, rank, world_size, pool)
     planned = time.perf_counter()
     if make_room is not None:
         make_room(plan.nbytes)
     image = pool.acquire(plan.nbytes)
-    acquired = time.perf_counter()
+    acquired, made_s = time.perf_counter(), image.allocate_s
+    arrival = Arrival()
     try:
-        view = image.view[: plan.nbytes]
-        view[: len(plan.header)] = plan.header
-        _fill(chunks, plan, view)
+        image.touch(threads)
+        touched = time.perf_counter()
+        image.view[: len(plan.header)] = plan.header
+        _fill(chunks, plan, image, arrival, threads, devices)
     except BaseException:
+        arrival.settle()
         image.release()
         raise
-    return StagedState(
-        source=ImageSource(view),
+    return staged_in(
+        image,
+        arrival,
         tensors=tensor_entries(plan, shard_name(rank, world_size)),
         objects=objects,
-        nbytes=plan.nbytes,
-        seconds=StageTimes(plan_s=planned - began, wait_s=acquired - planned, copy_s=time.perf_counter() - acquired),
-        _free=image.release,
+        seconds=StageTimes(
+            plan_s=planned - began,
+            wait_s=acquired - planned - made_s,
+            allocate_s=image.allocate_s,
+            copy_s=time.perf_counter() - touched,
+        ),
     )
 
 
-def _fill(chunks: Sequence[PlannedChunk], plan: ShardPlan, view: memoryview) -> None:
+def _plan(chunks: Sequence[PlannedChunk], aliases: Mapping[str, str], rank: int, world_size: int, pool: ImagePool) -> ShardPlan:
+    signature = (rank, world_size, tuple(c.spec for c in chunks), tuple(sorted(aliases.items())))
+    known = pool.layout(signature)
+    if isinstance(known, ShardPlan):
+        return known
+    plan = plan_shard([c.spec for c in chunks], aliases=aliases, facts={"rank": rank, "world_size": world_size})
+    pool.remember(signature, plan)
+    return plan
+
+
+def _fill(
+    chunks: Sequence[PlannedChunk],
+    plan: ShardPlan,
+    image: Image,
+    arrival: Arrival,
+    threads: CopyThreads,
+    devices: DeviceCopies | None,
+) -> None:
+    send = None if devices is None else devices.sender(image, arrival)
     by_place = {(c.spec.name, c.spec.offsets): c for c in chunks}
     batch: list[Move] = []
     nbytes = 0
@@ -120,9 +162,9 @@ def _fill(chunks: Sequence[PlannedChunk], plan: ShardPlan, view: memoryview) -> 
         batch.append(Move(tensor=tensor, begin=placement.begin, nbytes=placement.end - placement.begin))
         nbytes += placement.end - placement.begin
         if nbytes >= _BATCH_NBYTES:
-            copy_all(batch, view)
+            copy_all(batch, image.view, threads=threads, send=send)
             batch, nbytes = [], 0
-    copy_all(batch, view)
+    copy_all(batch, image.view, threads=threads, send=send)
 
 
 def _got(chunk: PlannedChunk, placement: Placement) -> torch.Tensor:

@@ -11,6 +11,7 @@ from datetime import datetime
 from tierstore.clock import Clock, SystemClock
 from tierstore.errors import DeadlineError, SaveError, TierStoreError, UsageError, reason_of
 from tierstore.names import Attempt
+from tierstore.tiers.stall import StageTimes
 
 __all__ = ["LEVELS", "Ticket", "TicketEvent"]
 
@@ -48,6 +49,8 @@ class Ticket:
         self.attempt = attempt
         self.stall_s = 0.0
         """How long the call of `save` kept its caller, in seconds."""
+        self.stall: StageTimes | None = None
+        """Where most of that went; None where the caller was not kept by a copy (`Store.adopt`)."""
         self._levels = (*LEVELS, *(t for t in tiers if t not in LEVELS))
         self._clock = clock or SystemClock()
         self._changed = threading.Condition()

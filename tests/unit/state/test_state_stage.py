@@ -13,6 +13,7 @@ import torch
 from state_kit import ImageReader, run
 
 from tierstore.errors import UnsupportedTypeError, UsageError
+from tierstore.state import layout as layout_module
 from tierstore.state import stage as stage_module
 from tierstore.state.copying import Move, copy_all
 from tierstore.state.image import ImagePool
@@ -73,8 +74,8 @@ def test_saving_the_same_state_twice_gives_the_same_bytes_in_the_same_memory(poo
 
 def test_the_layout_is_planned_once_per_structure(pool: ImagePool, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
-    real = stage_module.plan_shard
-    monkeypatch.setattr(stage_module, "plan_shard", lambda *a, **k: plans.append(1) or real(*a, **k))
+    real = layout_module.plan_shard
+    monkeypatch.setattr(layout_module, "plan_shard", lambda *a, **k: plans.append(1) or real(*a, **k))
     state: dict[str, Any] = {"w": torch.randn(10), "n": 1}
     for step in range(5):
         state["n"] = step
