@@ -166,7 +166,7 @@ def test_an_upload_outlives_a_failure_of_any_of_its_requests(
     async def body(storage: S3Storage) -> None:
         info = await storage.write("big", PatternSource(data))
         assert info.nbytes == len(data)
-        assert info.checksum.startswith("sha256:")
+        assert info.checksum.startswith("crc32")
         assert info.etag
         same = await storage.read("big") == data
         assert same

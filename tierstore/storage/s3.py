@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,17 @@ from tierstore.errors import (
     UsageError,
 )
 from tierstore.names import TMP, check_relative
+from tierstore.storage.bandwidth import Bandwidth
 from tierstore.storage.contract import Capabilities, FileInfo, Listing, Source
+from tierstore.storage.s3_checksums import Checksums, told_of
 from tierstore.storage.s3_client import Clients, Patience, S3Requests
 from tierstore.storage.s3_create import Creation
+from tierstore.storage.s3_direct import DirectReads
 from tierstore.storage.s3_download import Download
 from tierstore.storage.s3_errors import Place, no_bucket
 from tierstore.storage.s3_options import parse_s3_options, split_s3_uri
-from tierstore.storage.s3_upload import MIB, Checksums, Uploaded, part_nbytes_for, put_object, put_parts
+from tierstore.storage.s3_resume import go_on, stale_uploads
+from tierstore.storage.s3_upload import MIB, Uploaded, matches, part_nbytes_for, put_object, put_parts
 
 __all__ = ["S3Storage"]
 
@@ -39,7 +43,8 @@ class S3Storage:
         uri: ``s3://BUCKET/PREFIX``.
         options: As s3fs takes them (``key``, ``secret``, ``token``, ``anon``, ``profile``, ``endpoint_url``, ``client_kwargs``,
             ``config_kwargs``, ``s3_additional_kwargs``, …), and ``region_name``, ``addressing_style`` (``auto``, ``path``,
-            ``virtual``), ``checksums`` (``auto``, ``required``, ``off``). Without credentials, botocore's usual places are read.
+            ``virtual``), ``checksums`` (``auto``, ``sha256``, ``required``, ``off``). Without credentials, botocore's usual
+            places are read.
         part_nbytes: The smallest part of a multipart upload, in bytes: whole MiB, 8 MiB and up.
         request_timeout_s: Seconds within which a request without a large body must be answered.
         stall_timeout_s: Seconds without a moved byte after which a transfer has stalled.
@@ -91,7 +96,7 @@ class S3Storage:
         self._bucket_seen = False
         self._checksums = Checksums(parsed.checksums)
         self._requests = S3Requests(
-            Clients(parsed, concurrency, _SLACK),
+            Clients(parsed, concurrency, _SLACK, self._uri),
             Place(bucket=bucket, endpoint=parsed.endpoint_url, key_id=parsed.key_id),
             Patience(
                 request_timeout_s=request_timeout_s,
@@ -101,6 +106,8 @@ class S3Storage:
             ),
             clock or SystemClock(),
         )
+        direct = DirectReads(self._requests, concurrency, min(5.0, request_timeout_s))
+        self._direct = direct if parsed.client == "auto" else None
 
     def __repr__(self) -> str:
         return f"S3Storage({self._uri!r}, endpoint_url={self._endpoint!r})"
@@ -124,6 +131,8 @@ class S3Storage:
         return None
 
     async def close(self) -> None:
+        if self._direct is not None:
+            await self._direct.close()
         await self._requests.close()
 
     # Reading
@@ -133,39 +142,60 @@ class S3Storage:
         if nbytes == 0:
             return b""
         buffer = None if nbytes is None else memoryview(bytearray(nbytes))
-        return bytes(await Download(self._requests, key, offset, buffer).run())
+        return bytes(await Download(self._requests, key, offset, buffer, direct=self._direct).run())
 
     async def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         key = self._key(path)
         if buffer.nbytes:
-            await Download(self._requests, key, offset, buffer.cast("B")).run()
+            await Download(self._requests, key, offset, buffer.cast("B"), direct=self._direct).run()
+
+    async def read_proved(
+        self, path: str, offset: int, buffer: memoryview, prove: Callable[[int, memoryview], None], *, unit: int = 1 << 20
+    ) -> None:
+        key = self._key(path)
+        if buffer.nbytes:
+            await Download(self._requests, key, offset, buffer.cast("B"), direct=self._direct, prove=prove, unit=unit).run()
 
     # Writing
 
     async def write(self, path: str, source: Source) -> FileInfo:
+        return await self._write(path, source, put_parts)
+
+    async def write_on(self, path: str, source: Source) -> FileInfo:
+        return await self._write(path, source, go_on)
+
+    async def _write(self, path: str, source: Source, in_parts: Callable[..., Awaitable[Uploaded]]) -> FileInfo:
         key = self._key(path)
         if source.nbytes > self._part_nbytes:
             part_nbytes = part_nbytes_for(source.nbytes, self._part_nbytes)
-            uploaded = await put_parts(self._requests, key, source, part_nbytes, self._concurrency, self._checksums)
+            at_once = self._concurrency + 2  # the storage's slots decide; two more read ahead
+            uploaded = await in_parts(self._requests, key, source, part_nbytes, at_once, self._checksums)
             return await self._written(path, source.nbytes, uploaded)
-        data = await source.read(0, source.nbytes) if source.nbytes else memoryview(b"")
-        if data.nbytes != source.nbytes:
-            raise IntegrityError(
-                f"writing {self._uri}/{path}: its source gave {data.nbytes} bytes of {source.nbytes}", hint="the source was cut short"
-            )
-        return await self._written(path, data.nbytes, await put_object(self._requests, key, data, self._checksums))
+        async with self._requests.client().pulls:
+            data = await source.read(0, source.nbytes) if source.nbytes else memoryview(b"")
+            if data.nbytes != source.nbytes:
+                raise IntegrityError(
+                    f"writing {self._uri}/{path}: its source gave {data.nbytes} bytes of {source.nbytes}", hint="the source was cut short"
+                )
+            uploaded = await put_object(self._requests, key, data, self._checksums, self._checksums.large)
+            del data
+        return await self._written(path, source.nbytes, uploaded)
 
     async def put(self, path: str, data: bytes) -> FileInfo:
-        uploaded = await put_object(self._requests, self._key(path), memoryview(data), self._checksums)
+        algorithm = self._checksums.document if len(data) <= MIB else self._checksums.large
+        uploaded = await put_object(self._requests, self._key(path), memoryview(data), self._checksums, algorithm)
         return await self._written(path, len(data), uploaded)
+
+    def pace_writes(self, limit: Bandwidth | None) -> None:
+        self._requests.pace = limit
 
     async def _written(self, path: str, nbytes: int, uploaded: Uploaded) -> FileInfo:
         """Asks the server what it has now, and proves by size and checksum that it is what was sent."""
-        info = await self.stat(path)
+        head = await self._head(path)
+        info = self._info(path, head)
         if uploaded.etag and info.etag != uploaded.etag:  # replaced by another writer since
             return FileInfo(path=path, nbytes=nbytes, etag=uploaded.etag)
-        sha256 = info.checksum.removeprefix("sha256:").partition("-")[0]  # moto leaves out the number of parts
-        if info.nbytes != nbytes or (sha256 and sha256 != uploaded.sha256.partition("-")[0]):
+        if info.nbytes != nbytes or not matches(head, uploaded.algorithm, uploaded.checksum):
             raise IntegrityError(
                 f"{self._uri}/{path}: {nbytes} bytes were written, but the server has other bytes ({info.nbytes} of them)",
                 hint="the server, or something on the way to it, is damaged: run `tierstore doctor --probe`",
@@ -182,19 +212,23 @@ class S3Storage:
     # Looking
 
     async def stat(self, path: str) -> FileInfo:
+        return self._info(path, await self._head(path))
+
+    async def _head(self, path: str) -> dict[str, Any]:
         key = self._key(path)
         try:
-            head = await self._requests.send("looking at", key, "head_object", Key=key, ChecksumMode="ENABLED")
+            return await self._requests.send("looking at", key, "head_object", Key=key, ChecksumMode="ENABLED")
         except NotFoundError:
             await self._check_bucket()  # the answer to a HEAD has no body that would tell a missing bucket from a missing object
             raise
-        sha256 = str(head.get("ChecksumSHA256") or "")
+
+    def _info(self, path: str, head: Mapping[str, Any]) -> FileInfo:
         return FileInfo(
             path=path,
             nbytes=int(head["ContentLength"]),
             modified_at=head.get("LastModified"),
             etag=str(head.get("ETag") or "").strip('"'),
-            checksum=f"sha256:{sha256}" if sha256 else "",
+            checksum=told_of(head),
         )
 
     async def _check_bucket(self) -> None:
@@ -249,37 +283,21 @@ class S3Storage:
         return again
 
     async def stale_uploads(self, older_than_s: float) -> list[str]:
-        """The paths below this prefix with an unfinished multipart upload older than `older_than_s` seconds, by the server's clock."""
-        return [key[len(self._root) :] for key, _ in await self._stale_uploads(older_than_s)]
+        """The paths below this prefix with an unfinished upload that got nothing for `older_than_s` seconds, by the server's clock."""
+        return [key[len(self._root) :] for key, _ in await stale_uploads(self._requests, self._root, older_than_s)]
 
     async def abort_stale_uploads(self, older_than_s: float) -> list[str]:
-        """Aborts unfinished multipart uploads below this prefix that began more than `older_than_s` seconds ago, by the server's clock.
+        """Aborts unfinished multipart uploads below this prefix that began, and got their last part, more than `older_than_s` seconds ago.
 
-        Returns:
-            The paths whose uploads were aborted.
+        By the server's clock. Returns the paths whose uploads were aborted.
         """
-        stale = await self._stale_uploads(older_than_s)
+        stale = await stale_uploads(self._requests, self._root, older_than_s)
         for key, upload_id in stale:
             try:
                 await self._requests.send("aborting the upload of", key, "abort_multipart_upload", Key=key, UploadId=upload_id)
             except NotFoundError:
                 continue  # ended by its writer meanwhile
         return [key[len(self._root) :] for key, _ in stale]
-
-    async def _stale_uploads(self, older_than_s: float) -> list[tuple[str, str]]:
-        """(key, upload id) of each."""
-        stale: list[tuple[str, str]] = []
-        marker: dict[str, Any] = {}
-        while True:
-            page = await self._requests.send("listing uploads of", self._root, "list_multipart_uploads", Prefix=self._root, **marker)
-            now = self._requests.server_time(page)
-            for upload in page.get("Uploads") or ():
-                key = str(upload["Key"])
-                if key.startswith(self._root) and (now - upload["Initiated"]).total_seconds() > older_than_s:
-                    stale.append((key, str(upload["UploadId"])))
-            if not page.get("IsTruncated"):
-                return stale
-            marker = {"KeyMarker": str(page["NextKeyMarker"]), "UploadIdMarker": str(page["NextUploadIdMarker"])}
 
     # Listing
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from copy import copy
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar
@@ -16,8 +18,10 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_aft
 from tierstore.clock import Clock
 from tierstore.errors import IntegrityError, TierStoreError
 from tierstore.storage._sessions import abandon_connections
-from tierstore.storage.s3_errors import S3_FAILURES, Place, parse_http_date, translate
+from tierstore.storage.bandwidth import Bandwidth
+from tierstore.storage.s3_errors import S3_FAILURES, Place, is_throttling, parse_http_date, translate
 from tierstore.storage.s3_options import S3Options
+from tierstore.storage.s3_pace import Slots
 
 __all__ = ["Body", "Client", "Clients", "Patience", "S3Requests", "may_pass"]
 
@@ -46,11 +50,12 @@ class Patience:
 class Body:
     """A view as a request's body: read by botocore to sign it, iterated by aiohttp to send it, without a copy.
 
-    `sent` grows with what the socket took, for the watchdog.
+    `sent` grows with what the socket took, for the watchdog. Not `signed`: the payload is no part of the signature.
     """
 
-    def __init__(self, view: memoryview) -> None:
+    def __init__(self, view: memoryview, *, signed: bool = True) -> None:
         self._view = view
+        self.signed = signed
         self._at = 0
         self.sent = 0
 
@@ -80,11 +85,25 @@ class Body:
 class Client:
     """One s3fs instance on one event loop."""
 
-    def __init__(self, fs: Any, loop: asyncio.AbstractEventLoop, transfers: int, requests: int) -> None:
+    def __init__(self, fs: Any, loop: asyncio.AbstractEventLoop, transfers: int, requests: int, name: str = "") -> None:
         self.fs = fs
         self.loop = loop
-        self.transfers = asyncio.Semaphore(transfers)
+        self.transfers = Slots(transfers, name)
+        """Bodies on the wire."""
+        self.pulls = Slots(transfers + max(2, transfers // 4), name)
+        """Parts of all files that are in memory: those on the wire, and a few that are read and proved meanwhile."""
         self.requests = asyncio.Semaphore(requests)
+        self._prepared: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    async def call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """One request of s3fs's client, tried once."""
+        await self.fs.set_session()
+        s3 = await self.fs.get_s3(arguments.get("Bucket"))
+        if s3 not in self._prepared:
+            s3.meta.events.register("before-sign.s3", _leave_payload_unsigned, unique_id="tierstore-unsigned-payload")
+            self._prepared.add(s3)
+        answer: dict[str, Any] = await self.fs._call_s3(method, **arguments)
+        return answer
 
     async def close(self) -> None:
         if self.fs._s3 is not None:
@@ -98,8 +117,9 @@ class Client:
 class Clients:
     """Makes one `Client` per event loop and process. A client is never shared, inherited over fork, or pickled."""
 
-    def __init__(self, options: S3Options, transfers: int, requests: int) -> None:
+    def __init__(self, options: S3Options, transfers: int, requests: int, name: str = "") -> None:
         self._options = options
+        self._name = name
         self._transfers = transfers
         self._requests = requests
         self._pid = os.getpid()
@@ -119,7 +139,7 @@ class Clients:
             self._forget_closed()
             fs = S3FileSystem(asynchronous=True, skip_instance_cache=True, use_listings_cache=False, **self._options.s3fs)
             fs.retries = 1  # retries happen in one place: `S3Requests`
-            client = self._by_loop[id(loop)] = Client(fs, loop, self._transfers, self._requests)
+            client = self._by_loop[id(loop)] = Client(fs, loop, self._transfers, self._requests, self._name)
         return client
 
     async def close(self) -> None:
@@ -143,10 +163,14 @@ class S3Requests:
     def __init__(self, clients: Clients, place: Place, patience: Patience, clock: Clock) -> None:
         self.place = place
         self.patience = patience
+        self.pace: Bandwidth | None = None
+        """The limit on bodies that are sent, each time that they are."""
         self._clients = clients
         self._clock = clock
 
-    async def send(self, doing: str, key: str, method: str, *, body: memoryview | None = None, **arguments: Any) -> dict[str, Any]:
+    async def send(
+        self, doing: str, key: str, method: str, *, body: memoryview | None = None, signed: bool = True, **arguments: Any
+    ) -> dict[str, Any]:
         """One idempotent request, tried again while its failure may pass.
 
         Args:
@@ -154,25 +178,36 @@ class S3Requests:
             key: The object's key, for messages and, where `arguments` have none of their own, nothing else.
             method: The client's method, for example ``"head_object"``.
             body: The body of an upload.
+            signed: Whether the body is part of the signature, which costs a SHA-256 of it; a checksum among `arguments` always is.
             **arguments: The request's parameters but for ``Bucket`` and ``Body``.
         """
         attempts = self.patience.attempts if body is None else self.patience.part_attempts
 
         async def attempt() -> dict[str, Any]:
-            return await self.once(doing, key, method, body=body, **arguments)
+            return await self.once(doing, key, method, body=body, signed=signed, **arguments)
 
         return await self.retrying(attempt, attempts)
 
-    async def once(self, doing: str, key: str, method: str, *, body: memoryview | None = None, **arguments: Any) -> dict[str, Any]:
+    async def once(
+        self, doing: str, key: str, method: str, *, body: memoryview | None = None, signed: bool = True, **arguments: Any
+    ) -> dict[str, Any]:
         """One request, sent once; raises a tierstore error whose cause is the client's."""
         client = self._clients.get()
         if body is None:
             async with client.requests:
-                call = client.fs._call_s3(method, Bucket=self.place.bucket, **arguments)
-                return await self.watched(doing, key, call, self.patience.request_timeout_s)
-        sent = Body(body)
+                generation = client.transfers.generation
+                call = client.call(method, Bucket=self.place.bucket, **arguments)
+                try:
+                    return await self.watched(doing, key, call, self.patience.request_timeout_s)
+                except TierStoreError as error:
+                    if is_throttling(error):
+                        client.transfers.slow_down(generation)
+                    raise
+        if self.pace is not None:
+            await self.pace.take(body.nbytes)  # before the slot, which others can use meanwhile
+        sent = Body(body, signed=signed)
         async with client.transfers:
-            call = client.fs._call_s3(method, Bucket=self.place.bucket, Body=sent, **arguments)
+            call = client.call(method, Bucket=self.place.bucket, Body=sent, **arguments)
             return await self.watched(doing, key, call, self.patience.stall_timeout_s, lambda: sent.sent)
 
     async def watched(
@@ -188,6 +223,8 @@ class S3Requests:
                 if quiet >= 4:
                     raise asyncio.TimeoutError
             return task.result()
+        except TierStoreError:
+            raise
         except S3_FAILURES as error:
             raise self.translated(error, doing, key) from error
         finally:
@@ -222,6 +259,20 @@ class S3Requests:
 
     def translated(self, error: BaseException, doing: str, key: str) -> TierStoreError:
         return translate(error, doing, key, self.place, self._clock.now())
+
+
+def _leave_payload_unsigned(request: Any, **_: Any) -> None:
+    """Before a request is signed: the payload of a body that says so is left out, also without TLS, unless the options say otherwise.
+
+    botocore reads the choice from the client's configuration, which is the same for all requests: this one gets a copy.
+    """
+    config = request.context.get("client_config")
+    chosen = getattr(config, "s3", None) or {}
+    if not isinstance(request.data, Body) or request.data.signed or config is None or chosen.get("payload_signing_enabled") is not None:
+        return
+    ours = copy(config)
+    ours.s3 = {**chosen, "payload_signing_enabled": False}
+    request.context["client_config"] = ours
 
 
 def may_pass(error: BaseException) -> bool:

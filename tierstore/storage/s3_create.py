@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-from base64 import b64encode
+from collections.abc import Mapping
+from typing import Any
 
 from tierstore.errors import ConflictError, IntegrityError, NotFoundError, OutcomeUnknownError, StorageError, TemporaryError, TierStoreError
+from tierstore.storage.s3_checksums import Checksums
 from tierstore.storage.s3_client import S3Requests
 from tierstore.storage.s3_download import Download
 from tierstore.storage.s3_errors import Refusal, refusal, was_never_sent
-from tierstore.storage.s3_upload import Checksums
 
 __all__ = ["Creation"]
 
@@ -22,7 +22,7 @@ class Creation:
         self._key = key
         self._data = data
         self._checksums = checksums
-        self._sha256 = b64encode(hashlib.sha256(data).digest()).decode()
+        self._digest = checksums.document.of(memoryview(data))
         self._in_doubt: TierStoreError | None = None
         """Set when a request was sent whose answer was lost: it may have taken effect, or still may."""
 
@@ -45,6 +45,7 @@ class Creation:
             raise self._unknown() from error
 
     async def _attempt(self) -> None:
+        carried = self._checksums.of(self._checksums.document, self._digest)
         try:
             answer = await self._requests.once(
                 "creating",
@@ -53,12 +54,12 @@ class Creation:
                 body=memoryview(self._data),
                 Key=self._key,
                 IfNoneMatch="*",
-                **self._checksums.of(self._sha256),
+                **carried,
             )
         except TierStoreError as error:
-            lost = self._judge(error)
+            lost = self._judge(error, carried)
         else:
-            self._checksums.check(answer, self._sha256, f"creating {self._name}")
+            self._checksums.check(answer, self._checksums.document, self._digest, f"creating {self._name}")
             return
         existing = await self._existing()
         if existing == self._data:
@@ -68,10 +69,10 @@ class Creation:
             raise ConflictError(f"{self._name} exists already, with other bytes", hint=hint, existing=existing)
         raise TemporaryError(f"creating {self._name}: {lost.message}", hint="it is tried again") from lost
 
-    def _judge(self, error: TierStoreError) -> TierStoreError:
+    def _judge(self, error: TierStoreError, carried: Mapping[str, Any]) -> TierStoreError:
         """Returns `error` if the name has to be read back to know; raises it if it was refused for good."""
         answer = refusal(error)
-        if self._checksums.refused(error):
+        if self._checksums.refused(error, carried):
             return error
         if isinstance(error, NotFoundError) or (answer is not None and not (answer.precondition_failed or answer.transient)):
             raise error

@@ -37,7 +37,7 @@ from tierstore.errors import (
     TierStoreError,
 )
 
-__all__ = ["S3_FAILURES", "Place", "Refusal", "no_bucket", "parse_http_date", "refusal", "translate", "was_never_sent"]
+__all__ = ["S3_FAILURES", "Place", "Refusal", "is_throttling", "no_bucket", "parse_http_date", "refusal", "translate", "was_never_sent"]
 
 S3_FAILURES: tuple[type[Exception], ...] = (OSError, asyncio.TimeoutError, BotoCoreError, ClientError, AiohttpError, ValueError)
 """What s3fs, aiobotocore and aiohttp raise for a failed request (OSError: s3fs translates a server's answer into one)."""
@@ -113,6 +113,11 @@ class Refusal:
         return self.code in ("PreconditionFailed", "412") or self.status == 412
 
     @property
+    def throttled(self) -> bool:
+        """The server asks for fewer requests."""
+        return self.code in _THROTTLED or self.status in (429, 503)
+
+    @property
     def transient(self) -> bool:
         """May pass: throttling, a busy or restarting server, or bytes that were damaged on their way."""
         return self.code in _THROTTLED | _PASSING | _DAMAGED or (self.status >= 500 and self.status not in (501, 505, 507))
@@ -125,9 +130,11 @@ def refusal(error: BaseException) -> Refusal | None:
     FileExistsError there), with botocore's error as its cause: the code is read from that, on every server.
     """
     found: BaseException | None = error
-    while found is not None and not isinstance(found, ClientError):
+    seen: set[int] = set()  # a chain of causes may bite its own tail
+    while found is not None and not isinstance(found, ClientError) and id(found) not in seen:
+        seen.add(id(found))
         found = found.__cause__
-    if found is None:
+    if not isinstance(found, ClientError):
         return None
     told: dict[str, Any] = found.response.get("Error", {})
     meta: dict[str, Any] = found.response.get("ResponseMetadata", {})
@@ -138,6 +145,12 @@ def refusal(error: BaseException) -> Refusal | None:
         message=str(told.get("Message") or ""),
         date=str((meta.get("HTTPHeaders") or {}).get("date") or ""),
     )
+
+
+def is_throttling(error: BaseException) -> bool:
+    """Whether `error`, ours or the client's, is a server's wish for fewer requests."""
+    answer = refusal(error)
+    return answer is not None and answer.throttled
 
 
 def was_never_sent(error: BaseException) -> bool:
@@ -232,7 +245,7 @@ def _translate_refusal(answer: Refusal, what: str, where: str, place: Place, con
     if code in _DENIED or answer.status in (401, 403):
         who = f" to access key {place.key_id!r}" if place.key_id else ""
         return AccessError(f"{what}: {where} denies it{who} ({code})", hint="check the credentials and the bucket's policy", **context)
-    if code in _THROTTLED or answer.status in (429, 503):
+    if answer.throttled:
         return TemporaryError(
             f"{what}: {where} asks to slow down ({code})", hint="lower max_bandwidth or the concurrency, or wait", **context
         )

@@ -16,7 +16,7 @@ __all__ = ["ByteBudget"]
 log = logging.getLogger(__name__)
 
 _ALIGN = 4096
-_KEEP_AT_MOST = 16
+_KEEP_AT_MOST = 24  # parts in memory of one storage at the default concurrency, and some
 
 
 class ByteBudget:

@@ -14,7 +14,7 @@ from tierstore.format.digest import DIGEST_NBYTES, bad_blocks, block_digests, di
 from tierstore.format.index import FileEntry
 from tierstore.names import Attempt
 from tierstore.storage.bandwidth import Bandwidth
-from tierstore.storage.contract import FileInfo, Storage
+from tierstore.storage.contract import FileInfo, PacesWrites, ReadsProved, Source, Storage, WritesOn
 from tierstore.storage.sources import ThrottledSource
 from tierstore.tiers.budget import ByteBudget
 from tierstore.tiers.progress import NO_PROGRESS, Progress
@@ -24,6 +24,7 @@ __all__ = ["CopyContext", "OnDamage", "Proof", "VerifiedSource", "copy_document"
 
 log = logging.getLogger(__name__)
 
+_SMALL_PER_FILE = 4
 OnDamage = Callable[[Tier, str, str], Awaitable[None]]
 """Told of a damaged source: the tier, the file's name, what is wrong with it."""
 
@@ -49,10 +50,12 @@ class CopyContext:
     budget: ByteBudget
     files: asyncio.Semaphore
     """How many files are in flight at once."""
+    small_files: asyncio.Semaphore
+    """The same of files that go to a remote storage in one piece: what they take is round trips, of which it bears many."""
     files_in_flight: int = 4
     """The same as a number, for whoever lets each tier have so many."""
     limits: Mapping[str, Bandwidth] = field(default_factory=dict)
-    """Tier name → the limiter that all writes to it share."""
+    """Tier name → the limiter that all writes to it share, where its storage does not keep it itself."""
     progress: Progress = NO_PROGRESS
 
     @staticmethod
@@ -79,13 +82,17 @@ class CopyContext:
         limits: dict[str, Bandwidth] = {}
         for number, tier in enumerate(tiers.tiers):
             rates = [r for r in (tier.max_bandwidth, max_bandwidth if number else None) if r is not None]
-            if rates:
-                limits[tier.name] = Bandwidth(min(rates), clock)
+            limit = Bandwidth(min(rates), clock) if rates else None
+            if isinstance(tier.storage, PacesWrites):
+                tier.storage.pace_writes(limit)  # it knows what it sends, and what it sends again
+            elif limit is not None:
+                limits[tier.name] = limit
         return CopyContext(
             tiers=tiers,
             clock=clock,
             budget=ByteBudget(budget_nbytes),
             files=asyncio.Semaphore(files_in_flight),
+            small_files=asyncio.Semaphore(_SMALL_PER_FILE * files_in_flight if files_in_flight > 1 else 1),
             files_in_flight=files_in_flight,
             limits=limits,
             progress=progress,
@@ -129,16 +136,20 @@ class VerifiedSource:
         end = min(-(-(offset + nbytes) // self._block) * self._block, self.nbytes)
         buffer = await self._budget.take(end - begin)
         try:
-            await self._storage.read_into(self._path, begin, buffer)
-            await asyncio.to_thread(self._prove, buffer, begin // self._block)
+            if isinstance(self._storage, ReadsProved):
+                await self._storage.read_proved(self._path, begin, buffer, self._prove, unit=self._block)
+            else:
+                await self._storage.read_into(self._path, begin, buffer)
+                await asyncio.to_thread(self._prove, begin, buffer)
         except TierStoreError as error:
             self.failure = error
             raise
         self._taken(nbytes)
         return buffer[offset - begin : offset - begin + nbytes]
 
-    def _prove(self, buffer: memoryview, first: int) -> None:
-        found = block_digests(buffer, self._block)
+    def _prove(self, at: int, piece: memoryview) -> None:
+        first = at // self._block
+        found = block_digests(piece, self._block)
         promised = self._file.block_digests[first * DIGEST_NBYTES : first * DIGEST_NBYTES + len(found)]
         bad = bad_blocks(found, promised)
         if not bad:
@@ -166,20 +177,27 @@ async def copy_file(
     file: FileEntry,
     block_nbytes: int,
     on_damage: OnDamage,
+    *,
+    absent: bool = False,
 ) -> FileInfo:
     """Copies `file` to `target` from the first of `sources` whose bytes are good.
+
+    What an interrupted copy left at the target is gone on with, where the storage can (`WritesOn`).
 
     A file whose destination has the right size is left as it is. That is enough: the path carries the attempt's save id, every
     writer of that path proves the bytes against the same digests, and a storage's `write` publishes all of the bytes or none
     (`tierstore.storage.contract`), so no other content of that size can have been published; decay afterwards is `verify`'s to
     find. A later HEAD proves the object unchanged by what the server returned, which the ``replicated`` record keeps.
 
+    `absent`: a listing has just shown that the target has no such file, so that it need not be asked. Were it wrong, the same bytes
+    would be written once more.
+
     Raises:
         IntegrityError: No source has good bytes; names each.
         StorageError: The target failed, or no source could be reached.
     """
     path = attempt.path(file.name)
-    there = await _stat(target.storage, path)
+    there = None if absent else await _stat(target.storage, path)
     if there is not None and there.nbytes == file.nbytes:
         context.progress(target.name, attempt, file.name, file.nbytes, file.nbytes)
         return there
@@ -187,10 +205,10 @@ async def copy_file(
     for tier in sources:
         taken = _Counter(context, target, attempt, file)
         verified = VerifiedSource(tier.storage, path, file, block_nbytes, context.budget, taken.add)
-        async with context.files:
+        async with _turn(context, target, file.nbytes):
             reach("promote.before-file")
             try:
-                info = await target.storage.write(path, _limited(context, target, verified))
+                info = await _write(target.storage, path, _limited(context, target, verified))
             except TierStoreError:
                 if verified.failure is None:
                     raise  # the target's own failure
@@ -201,6 +219,15 @@ async def copy_file(
         taken.complete()
         return info
     raise _no_source(attempt, target, file.name, failures)
+
+
+def _turn(context: CopyContext, target: Tier, nbytes: int) -> asyncio.Semaphore:
+    can = target.storage.capabilities
+    return context.small_files if not can.local and nbytes <= can.part_nbytes else context.files
+
+
+async def _write(storage: Storage, path: str, source: Source) -> FileInfo:
+    return await (storage.write_on(path, source) if isinstance(storage, WritesOn) else storage.write(path, source))
 
 
 async def copy_document(
@@ -217,7 +244,7 @@ async def copy_document(
     Its own size is not compared beforehand: a few kilobytes are written again rather than trusted.
     """
     data = await read_document(attempt, sources, name, proof, on_damage, wanted_by=target)
-    async with context.files:
+    async with _turn(context, target, len(data)):
         reach("promote.before-file")
         info = await target.storage.put(attempt.path(name), data)
         reach("promote.after-file")
