@@ -10,10 +10,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tierstore.errors import ConfigError
+from tierstore.storage.s3_checksums import MODES
 
 __all__ = ["S3Options", "parse_s3_options", "split_s3_uri"]
 
-_OURS = ("addressing_style", "checksums", "region_name")
+_OURS = ("addressing_style", "checksums", "client", "region_name")
 _S3FS = (
     "anon",
     "client_kwargs",
@@ -29,7 +30,7 @@ _S3FS = (
     "use_ssl",
     "username",
 )
-_CHECKSUMS = ("auto", "required", "off")
+_CLIENTS = ("auto", "s3fs")
 _STYLES = ("auto", "path", "virtual")
 
 
@@ -38,7 +39,9 @@ class S3Options:
     """Checked options. Holds secrets: its repr shows none."""
 
     checksums: str
-    """``auto``: SHA-256 where the server takes it; ``required``: an upload fails where it does not; ``off``."""
+    """One of `s3_checksums.MODES`."""
+    client: str
+    """``auto``: large ranges are read beside s3fs (`s3_direct`); ``s3fs``: it does everything."""
     endpoint_url: str
     key_id: str
     s3fs: Mapping[str, Any] = field(repr=False)
@@ -88,7 +91,8 @@ def parse_s3_options(options: Mapping[str, Any], *, connections: int, connect_ti
                 f"unknown option {name!r} of an S3 tier",
                 hint=f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(_OURS + _S3FS))}",
             )
-    checksums = _one_of(options, "checksums", _CHECKSUMS)
+    checksums = _one_of(options, "checksums", MODES)
+    reader = _one_of(options, "client", _CLIENTS)
     style = _one_of(options, "addressing_style", _STYLES)
     client = _mapping(options, "client_kwargs")
     config = _mapping(options, "config_kwargs")
@@ -120,7 +124,7 @@ def parse_s3_options(options: Mapping[str, Any], *, connections: int, connect_ti
         "retries": {"total_max_attempts": 1, "mode": "standard"},
     }
     key_id = str(options.get("key") or options.get("username") or client.get("aws_access_key_id") or "")
-    return S3Options(checksums=checksums, endpoint_url=endpoint, key_id=key_id, s3fs=arguments)
+    return S3Options(checksums=checksums, client=reader, endpoint_url=endpoint, key_id=key_id, s3fs=arguments)
 
 
 def _one_of(options: Mapping[str, Any], name: str, allowed: tuple[str, ...]) -> str:
