@@ -16,7 +16,7 @@ from tierstore.config_cadence import SaveEvery
 from tierstore.config_mistakes import Mistake, MistakesError, redact
 from tierstore.config_retention import Override, RetentionConfig
 from tierstore.config_uris import default_durable, is_local, normal_uri, overlaps
-from tierstore.config_values import Count, Duration, Model, Rate, Size, Text
+from tierstore.config_values import Count, Duration, Model, Rate, Size, Text, Whole
 from tierstore.errors import UsageError
 from tierstore.names import check_run
 
@@ -122,7 +122,10 @@ class IoConfig(Model):
     """What background work may use."""
 
     threads: Annotated[Count, Field(le=256)] = 4
-    """Threads that read or write local files, for each tier; also how many files are copied between tiers at once."""
+    """Threads that read or write local files, for each tier; as many that compute (hash, encode), for all; also how many files are
+    copied between tiers at once."""
+    nice: Annotated[Whole, Field(le=19)] = 0
+    """How much lower than the process's own the priority of those threads is (Linux): training keeps its cores."""
     concurrency: Annotated[Count, Field(le=1024)] = 16
     """Requests in flight to one remote storage."""
     block_nbytes: Size = Field(2**20, alias="block_size")

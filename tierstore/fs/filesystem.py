@@ -28,12 +28,15 @@ from tierstore.fs.opened import Key, Opened, Place, close_files, known_files, op
 from tierstore.fs.places import inner, options_of, outer, place_of, with_config
 from tierstore.fs.streams import TierReader, TierWriter
 from tierstore.fs.tree import Range, Tree, is_index, names_index
+from tierstore.storage._threads import DaemonPool
 from tierstore.tiers.files.spool import Spool
 
 __all__ = ["TierFileSystem"]
 
 _T = TypeVar("_T")
 Info = dict[str, Any]
+_ASIDE = 4
+"""How many files of a transaction are written at once."""
 
 
 class _Placed(_Cached):  # type: ignore[misc]
@@ -81,6 +84,7 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
         self._given: dict[str, Any] = {"config": config, "tiers": None if tiers is None else list(tiers), "ack": ack}
         self._place: Place | None = None
         self._key: Key = ("", "")
+        self._pool: DaemonPool | None = None
 
     # ---- the store behind it
 
@@ -310,10 +314,16 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
 
     # ---- writing
 
+    async def _aside(self, work: Callable[..., object], *args: object) -> None:
+        """Runs `work`, which waits for the session's loop, in a thread of our own: the loop's threads may be what it waits for."""
+        if self._pool is None or self._pool.pid != os.getpid():
+            self._pool = DaemonPool(_ASIDE, "tierstore-fs")
+        await asyncio.wrap_future(self._pool.submit(work, *args))
+
     async def _pipe_file(self, path: str, value: Any, mode: str = "overwrite", **options: Any) -> None:
         name = self._names(path)
         if self._intrans:
-            await asyncio.to_thread(self._write_later, name, mode, lambda file: file.write(value))
+            await self._aside(self._write_later, name, mode, lambda file: file.write(value))
             return
         await self._there(lambda tree: tree.put(name, bytes(value), exclusive=_exclusive(mode)), writing=True)
 
@@ -343,7 +353,7 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
             return
         callback.set_size(await asyncio.to_thread(lambda: source.stat().st_size))
         if self._intrans:
-            await asyncio.to_thread(self._write_later, name, mode, lambda file: send_file(source, file.write, callback.relative_update))
+            await self._aside(self._write_later, name, mode, lambda file: send_file(source, file.write, callback.relative_update))
             return
 
         async def send(tree: Tree) -> None:

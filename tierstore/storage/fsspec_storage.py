@@ -49,6 +49,7 @@ class FsspecStorage:
         uri: ``PROTOCOL://…``, without credentials.
         options: The file system's own arguments.
         threads: Threads for a synchronous file system.
+        nice: By how much those are nicer than the process, 0 to 19.
         part_nbytes: The unit in which sources are pulled and ranges are read, in bytes.
         request_timeout_s: Seconds within which a small request must be answered.
         stall_timeout_s: Seconds within which a part must be moved.
@@ -64,6 +65,7 @@ class FsspecStorage:
         options: Mapping[str, Any] | None = None,
         *,
         threads: int = 2,
+        nice: int = 0,
         part_nbytes: int = 8 * _MIB,
         request_timeout_s: float = 30,
         stall_timeout_s: float = 30,
@@ -77,12 +79,14 @@ class FsspecStorage:
         self._options = dict(options or {})
         self._settings = {
             "threads": threads,
+            "nice": nice,
             "part_nbytes": part_nbytes,
             "request_timeout_s": request_timeout_s,
             "stall_timeout_s": stall_timeout_s,
             "attempts": attempts,
         }
         self._threads = threads
+        self._nice = nice
         self._part_nbytes = part_nbytes
         self._request_timeout_s = request_timeout_s
         self._stall_timeout_s = stall_timeout_s
@@ -353,7 +357,7 @@ class FsspecStorage:
 
     def _executor(self) -> DaemonPool:
         if self._pool is None or self._pool.pid != os.getpid():
-            self._pool = DaemonPool(self._threads, "tierstore-fsspec")
+            self._pool = DaemonPool(self._threads, "tierstore-fsspec", self._nice)
         return self._pool
 
     def _system(self) -> Any:

@@ -12,10 +12,12 @@ import os
 import threading
 import weakref
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tierstore.errors import ClosedError, DeadlineError, UsageError
+from tierstore.storage._threads import lower_priority
 
 __all__ = ["EventLoop"]
 
@@ -36,10 +38,18 @@ class EventLoop:
     """An event loop in a daemon thread, started at the first use and made anew in a forked child.
 
     Safe from several threads. A daemon, so that a process whose owner forgot `close` still ends.
+
+    Args:
+        name: The thread's name.
+        threads: How many threads compute for its coroutines (`asyncio.to_thread`: hashing, encoding). None of them may wait for the
+            loop: with all of them waiting, what they wait for would never get one.
+        nice: By how much those are nicer than the process.
     """
 
-    def __init__(self, name: str = "tierstore-loop") -> None:
+    def __init__(self, name: str = "tierstore-loop", *, threads: int = 4, nice: int = 0) -> None:
         self._name = name
+        self._threads = threads
+        self._nice = nice
         self._lock = threading.Lock()
         self._running: _Running | None = None
         self._closed = False
@@ -122,6 +132,9 @@ class EventLoop:
             raise ClosedError("tierstore's event loop was closed", hint="open the store again")
         if self._running is None or self._running.pid != os.getpid():
             loop = asyncio.new_event_loop()
+            loop.set_default_executor(
+                ThreadPoolExecutor(self._threads, "tierstore-work", initializer=lower_priority, initargs=(self._nice,))
+            )
             thread = threading.Thread(target=_serve, args=(loop,), name=self._name, daemon=True)
             self._running = _Running(pid=os.getpid(), loop=loop, thread=thread)
             thread.start()

@@ -23,6 +23,7 @@ def open_storage(
     *,
     durable: bool = True,
     threads: int = 2,
+    nice: int = 0,
     part_nbytes: int | None = None,
     request_timeout_s: float = 30,
     stall_timeout_s: float = 30,
@@ -35,6 +36,7 @@ def open_storage(
         options: What the storage's client takes; none for a local path.
         durable: Local paths: force what is written to the disk. False only for memory (tmpfs).
         threads: Local paths and synchronous file systems: threads for I/O.
+        nice: Local paths and synchronous file systems: by how much those are nicer than the process, 0 to 19.
         part_nbytes: The unit in which writes pull their source, in bytes, where the storage lets one choose.
         request_timeout_s: Remote storages: seconds within which a small request must be answered.
         stall_timeout_s: Remote storages: seconds without a moved byte after which a transfer is given up.
@@ -56,7 +58,7 @@ def open_storage(
         # The import is here so that a remote tier's door does not load what only local tiers need, and the reverse below.
         from tierstore.storage.posix import PosixStorage
 
-        return PosixStorage(_local_path(text) if scheme else Path(text), durable=durable, threads=threads)
+        return PosixStorage(_local_path(text) if scheme else Path(text), durable=durable, threads=threads, nice=nice)
     if scheme in ("s3", "s3a"):
         from tierstore.storage.s3 import S3Storage
 
@@ -65,7 +67,9 @@ def open_storage(
         )
     from tierstore.storage.fsspec_storage import FsspecStorage
 
-    return FsspecStorage(text, options, threads=threads, request_timeout_s=request_timeout_s, stall_timeout_s=stall_timeout_s, **settings)
+    return FsspecStorage(
+        text, options, threads=threads, nice=nice, request_timeout_s=request_timeout_s, stall_timeout_s=stall_timeout_s, **settings
+    )
 
 
 def _local_path(uri: str) -> Path:

@@ -46,6 +46,7 @@ class PosixStorage:
         root: The folder.
         durable: fsync files and folders; False for memory (tmpfs), where it means nothing.
         threads: How many system calls run at once; also how many parts of one file are written at once.
+        nice: By how much those threads are nicer than the process, 0 to 19.
         direct: Go past the page cache for large aligned extents, where the file system allows.
         deadline_s: Seconds within which a system call (one part, one fsync) has to end and a write has to make progress; a thread
             that hangs longer is abandoned and `DeadlineError` raised. None: wait for ever. fsync on a parallel file system can take
@@ -59,6 +60,7 @@ class PosixStorage:
         *,
         durable: bool = True,
         threads: int = 2,
+        nice: int = 0,
         direct: bool = True,
         deadline_s: float | None = None,
         syscalls: Syscalls | None = None,
@@ -67,6 +69,7 @@ class PosixStorage:
             raise UsageError(f"threads={threads} does no work", hint="give 1 or more")
         self._tree = Tree(os.path.abspath(root), syscalls or OsSyscalls(), durable=durable)
         self._n_threads = threads
+        self._nice = nice
         self._direct = direct and durable
         self._deadline_s = deadline_s
         self._pool: DaemonPool | None = None
@@ -350,7 +353,7 @@ class PosixStorage:
         """The pool of this process: threads don't survive a fork."""
         pool = self._pool
         if pool is None or pool.pid != os.getpid():
-            pool = self._pool = DaemonPool(self._n_threads, "tierstore-posix")
+            pool = self._pool = DaemonPool(self._n_threads, "tierstore-posix", self._nice)
         return pool
 
     def _crowded(self) -> bool:

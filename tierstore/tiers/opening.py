@@ -55,6 +55,7 @@ def default_opener(tier: TierConfig, config: StoreConfig) -> Storage:
         tier.options,
         durable=tier.durable,
         threads=config.io.threads,
+        nice=config.io.nice,
         request_timeout_s=config.io.request_timeout_s,
         stall_timeout_s=config.io.stall_timeout_s,
         concurrency=config.io.concurrency,

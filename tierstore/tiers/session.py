@@ -80,7 +80,7 @@ class Session:
             AccessError, TemporaryError, NotFoundError, StorageError: What must work does not; names the tier and the remedy.
         """
         clock = clock or SystemClock()
-        loop = EventLoop()
+        loop = EventLoop(threads=config.io.threads, nice=config.io.nice)
         try:
             tiers = loop.run(open_tiers(config, create=create, lost=lost, opener=opener))
         except BaseException:
