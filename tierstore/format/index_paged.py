@@ -113,19 +113,20 @@ class PagedIndex:
             NotFoundError: There is none; the nearest names are suggested.
             IntegrityError: No tier has its rows.
         """
-        return self._found(name).find(name, box)
+        group, row = self._found(name)
+        return group.entry(row, box)
 
     def table(self, name: str) -> ExtentTable:
         """The extents of the tensor called `name` as arrays; raises as `find` does."""
-        return self._found(name).table(name)
+        return self._found(name)[0].table(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole shape of the tensor called `name`; raises as `find` does."""
-        return self._found(name).shape(name)
+        return self._found(name)[0].shape(name)
 
     def dtype(self, name: str) -> str:
         """The dtype's name of the tensor called `name`; raises as `find` does."""
-        return self._found(name).dtype(name)
+        return self._found(name)[0].dtype(name)
 
     def files(self) -> tuple[FileEntry, ...]:
         """All files, in the order of their numbers; reads all block digests."""
@@ -161,12 +162,13 @@ class PagedIndex:
 
     # ---- inside
 
-    def _found(self, name: str) -> Index:
+    def _found(self, name: str) -> tuple[Index, int]:
         group = self._group_with(name)
-        if group is None or name not in group:
+        row = None if group is None else group.row_of(name)
+        if group is None or row is None:
             near = [*(group.names() if group is not None else ()), *group_names(self.head.groups)]
             raise NotFoundError(f"the checkpoint has no tensor {name!r}", hint=_nearest(name, near), tensor=name)
-        return group
+        return group, row
 
     def _group_with(self, name: str) -> Index | None:
         try:

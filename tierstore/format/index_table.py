@@ -10,177 +10,23 @@ import bisect
 import difflib
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from tierstore.errors import FormatError, NotFoundError
-from tierstore.format.digest import file_digest
+from tierstore.format.index_rows import Rows, worth_making
+from tierstore.format.index_types import Bytes, Extent, ExtentTable, FileEntry, IndexColumns, Ints, RoutingIndex, TensorEntry
 
 __all__ = ["Bytes", "Extent", "ExtentTable", "FileEntry", "Index", "IndexColumns", "Ints", "RoutingIndex", "TensorEntry"]
-
-Ints = npt.NDArray[np.int64]
-Bytes = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extent:
-    """The part of a shard that holds one rectangular chunk of one tensor, in C order.
-
-    Attributes:
-        file: The shard's name.
-        begin: First byte in the file, absolute.
-        end: One past the last byte.
-        offsets: Where the chunk begins in the whole tensor, per axis.
-        sizes: The chunk's shape.
-    """
-
-    file: str
-    begin: int
-    end: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorEntry:
-    """One tensor: its true dtype (a name of `DTYPES`), its whole shape, and where its chunks lie."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    extents: tuple[Extent, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileEntry:
-    """One shard: its name, its length in bytes, and its blocks' digests (32 bytes each, concatenated)."""
-
-    name: str
-    nbytes: int
-    block_digests: bytes
-
-    @property
-    def digest(self) -> str:
-        """The file's digest, ``sha256:<hex>``."""
-        return file_digest(self.block_digests)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExtentTable:
-    """The extents of one tensor as arrays, for planning at scale: n extents of a tensor of d axes.
-
-    Attributes:
-        files: Number of each extent's file in `Index.file_names`, shape (n,).
-        begins: First byte in the file, shape (n,), int64.
-        ends: One past the last byte, shape (n,), int64.
-        offsets: Place in the whole tensor, shape (n, d), int64.
-        sizes: Shape of the chunk, shape (n, d), int64.
-    """
-
-    files: npt.NDArray[np.uint32]
-    begins: Ints
-    ends: Ints
-    offsets: Ints
-    sizes: Ints
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexColumns:
-    """The index's columns; n tensors, m extents, f files. ``*_starts`` have one element more than rows and begin with 0.
-
-    Attributes:
-        names: UTF-8 names of all tensors, concatenated; `name_starts` (n + 1) cuts them.
-        dtype_codes: Per tensor, the number of its dtype in `dtypes`.
-        shapes: Shapes of all tensors, concatenated; `shape_starts` (n + 1) cuts them.
-        extent_starts: Which extents belong to each tensor (n + 1).
-        box_starts: Where each tensor's rows begin in `offsets` and `sizes` (n + 1): ndim numbers per extent.
-        files: Per extent, the number of its file; `begins`, `ends`: its byte range.
-        offsets: Places of all extents, concatenated; `sizes`: their shapes.
-        file_nbytes: Per file, its length; `block_starts` (f + 1): its rows of `digests` (b, 32).
-        dtypes: (name, itemsize in bytes) of the dtypes that occur.
-        file_names: The files' names.
-    """
-
-    names: Bytes
-    name_starts: Ints
-    dtype_codes: npt.NDArray[np.uint16]
-    shapes: Ints
-    shape_starts: Ints
-    extent_starts: Ints
-    box_starts: Ints
-    files: npt.NDArray[np.uint32]
-    begins: Ints
-    ends: Ints
-    offsets: Ints
-    sizes: Ints
-    file_nbytes: Ints
-    block_starts: Ints
-    digests: Bytes
-    dtypes: tuple[tuple[str, int], ...]
-    file_names: tuple[str, ...]
-
-
-class RoutingIndex(Protocol):
-    """What a load asks of a routing index: `Index` answers from memory, `PagedIndex` reads what it needs (and waits for it)."""
-
-    @property
-    def block_nbytes(self) -> int:
-        """Bytes per block of the files' digests."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all files that the index names."""
-
-    @property
-    def extent_count(self) -> int:
-        """How many extents all tensors have together."""
-
-    @property
-    def file_names(self) -> tuple[str, ...]:
-        """All files, by number."""
-
-    def __len__(self) -> int: ...
-
-    def __contains__(self, name: object) -> bool: ...
-
-    def __iter__(self) -> Iterator[TensorEntry]: ...
-
-    def names(self) -> list[str]:
-        """All names, sorted; reads the rows of all tensors."""
-
-    def prepare(self, names: Iterable[str]) -> None:
-        """Says which tensors will be asked for, in about that order, so that they need not be fetched one by one."""
-
-    def find(self, name: str, box: Sequence[range] | None = None) -> TensorEntry:
-        """The tensor called `name`, with the extents that meet `box` (None: all), or NotFoundError with the nearest names."""
-
-    def table(self, name: str) -> ExtentTable:
-        """Its extents as arrays."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Its whole shape."""
-
-    def dtype(self, name: str) -> str:
-        """Its dtype's name."""
-
-    def files(self) -> tuple[FileEntry, ...]:
-        """All files; reads all block digests."""
-
-    def file(self, name: str) -> FileEntry:
-        """The file called `name`, with its block digests, or NotFoundError."""
-
-    def file_nbytes(self, name: str) -> int:
-        """The length of the file called `name`, in bytes; nothing is read."""
 
 
 class Index:
     """The routing index, immutable. Make one with `build_index`, `merge_indexes` or `decode_index`."""
 
-    __slots__ = ("_blob", "_file_numbers", "_ordered", "block_nbytes", "columns")
+    __slots__ = ("_asked", "_blob", "_file_numbers", "_ordered", "_rows", "block_nbytes", "columns")
 
     def __init__(self, *, columns: IndexColumns, block_nbytes: int) -> None:
         self.columns = columns
@@ -188,6 +34,8 @@ class Index:
         self._blob = columns.names.data
         self._file_numbers: dict[str, int] = {}  # made when a file is asked for: groups of a large index have thousands of files each
         self._ordered = False
+        self._asked = 0
+        self._rows: Rows | None = None
 
     @property
     def nbytes(self) -> int:
@@ -207,11 +55,11 @@ class Index:
         return len(self.columns.dtype_codes)
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self._row(name) is not None
+        return isinstance(name, str) and self.row_of(name) is not None
 
     def __iter__(self) -> Iterator[TensorEntry]:
         """Every tensor, sorted by name. Makes Python objects of all extents: for tools, not for planning."""
-        return (self._entry(row) for row in range(len(self)))
+        return (self.entry(row) for row in range(len(self)))
 
     def detached(self, shared: dict[bytes, Any] | None = None) -> Index:
         """The same index, in memory of its own: the file that its columns were views of can go.
@@ -231,7 +79,7 @@ class Index:
         return [self.raw_name(row).decode("utf-8") for row in range(len(self))]
 
     def find(self, name: str, box: Sequence[range] | None = None) -> TensorEntry:
-        """The tensor called `name`, in O(log n).
+        """The tensor called `name`, in O(log n), and in O(1) where very many are asked for.
 
         Args:
             name: The name.
@@ -241,7 +89,7 @@ class Index:
         Raises:
             NotFoundError: There is none; the nearest names are suggested.
         """
-        return self._entry(self._found(name), box)
+        return self.entry(self._found(name), box)
 
     def table(self, name: str) -> ExtentTable:
         """The extents of the tensor called `name` as arrays (views, nothing is copied).
@@ -306,11 +154,15 @@ class Index:
                 )
         self._ordered = True
 
-    def _row(self, name: str) -> int | None:
+    def row_of(self, name: str) -> int | None:
+        """The number of the tensor called `name`; None: there is none."""
         try:
             wanted = name.encode("utf-8")
         except UnicodeEncodeError:
             return None
+        rows = self._rows or self._make_rows()
+        if rows is not None:
+            return rows.numbers.get(wanted)
         low, high = 0, len(self)
         while low < high:
             middle = (low + high) // 2
@@ -323,8 +175,19 @@ class Index:
         self.check_order()
         return None
 
+    def _make_rows(self) -> Rows | None:
+        """Lists of all rows, once it has turned out that very many are asked for."""
+        self._asked += 1
+        if worth_making(self._asked, len(self), self.extent_count):
+            try:
+                self._rows = Rows(self.columns)
+                self._ordered = True
+            except ValueError:  # a foreign index: bisection goes on, and says so where a name is not found
+                self._asked = -len(self)
+        return self._rows
+
     def _found(self, name: str) -> int:
-        row = self._row(name)
+        row = self.row_of(name)
         if row is None:
             raise NotFoundError(f"the checkpoint has no tensor {name!r}", hint=_nearest(name, self.names()), tensor=name)
         return row
@@ -347,7 +210,10 @@ class Index:
             sizes=c.sizes[box].reshape(rows),
         )
 
-    def _entry(self, row: int, box: Sequence[range] | None = None) -> TensorEntry:
+    def entry(self, row: int, box: Sequence[range] | None = None) -> TensorEntry:
+        """The tensor of a row, see `row_of`; `box` as `find` has it."""
+        if self._rows is not None:
+            return self._entry_from(self._rows, row, box)
         table, names = self._table(row), self.file_names
         if box is not None and len(box) == table.offsets.shape[1]:
             table = _meeting(table, box)
@@ -362,6 +228,20 @@ class Index:
                 Extent(file=names[file], begin=begin, end=end, offsets=tuple(offsets), sizes=tuple(sizes))
                 for file, begin, end, offsets, sizes in extents
             ),
+        )
+
+    def _entry_from(self, rows: Rows, row: int, box: Sequence[range] | None) -> TensorEntry:
+        names = self.columns.file_names
+        code, shape = rows.tensor(row)
+        extents = rows.extents(row)
+        if box is not None and len(box) == len(shape):
+            ends = [_span(axis) for axis in box]
+            extents = [e for e in extents if all(max(b, o) < min(f, o + n) for (b, f), o, n in zip(ends, e[3], e[4], strict=True))]
+        return TensorEntry(
+            name=rows.names[row].decode("utf-8"),
+            dtype=self.columns.dtypes[code][0],
+            shape=shape,
+            extents=tuple(Extent(file=names[file], begin=b, end=e, offsets=at, sizes=sizes) for file, b, e, at, sizes in extents),
         )
 
     def _file_number(self, name: str) -> int:
@@ -390,8 +270,7 @@ def _own(column: Any, shared: dict[bytes, Any]) -> Any:
 
 def _meeting(table: ExtentTable, box: Sequence[range]) -> ExtentTable:
     """The extents that have elements between the ends of `box`."""
-    begins = np.array([min(axis, default=0) for axis in box], dtype=np.int64)
-    ends = np.array([max(axis, default=-1) + 1 for axis in box], dtype=np.int64)
+    begins, ends = np.array([_span(axis) for axis in box], dtype=np.int64).reshape(-1, 2).T
     low, high = np.maximum(table.offsets, begins), np.minimum(table.offsets + table.sizes, ends)
     (kept,) = np.nonzero((low < high).all(axis=1))
     return ExtentTable(
@@ -401,6 +280,13 @@ def _meeting(table: ExtentTable, box: Sequence[range]) -> ExtentTable:
         offsets=table.offsets[kept],
         sizes=table.sizes[kept],
     )
+
+
+def _span(axis: range) -> tuple[int, int]:
+    """The smallest range without steps that holds `axis`, which has as many as a tensor has rows: they are not walked through."""
+    if not axis:
+        return 0, 0
+    return min(axis[0], axis[-1]), max(axis[0], axis[-1]) + 1
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,9 @@ import torch
 from tierstore.errors import UnsupportedTypeError
 from tierstore.format.objects import ObjectCodecs, Opaque, TensorRef
 from tierstore.state.bits import dtype_name
+from tierstore.state.collecting import collector_paused
 from tierstore.state.guard import check_storable
-from tierstore.state.paths import Place, assign_names, show
+from tierstore.state.paths import Place, Shown, assign_names, show
 from tierstore.state.sharded import Chunk, Piece, Spread, chunk_of, is_spread
 from tierstore.state.unflatten import COMPONENTS, MODULE_STATE, SPARSE, TENSOR, rebuilt
 
@@ -66,7 +67,8 @@ class FlatState:
 
     def tree(self, names: Mapping[str, str] | None = None) -> Any:
         """The state with a reference in the place of each tensor; `names` has those that are stored under another name than their own."""
-        return _link(self._tree, names or {})
+        with collector_paused():
+            return _link(self._tree, names or {})
 
 
 _VALUES = (set, frozenset, bytearray, complex, range, np.ndarray, Opaque)
@@ -74,14 +76,28 @@ _VALUES = (set, frozenset, bytearray, complex, range, np.ndarray, Opaque)
 
 
 class _Slot:
-    """A tensor met on the walk; becomes a reference when all names are known."""
+    """A tensor met on the walk; becomes a reference when all names are known. The fields of its `sharded.Chunk` are its own.
 
-    __slots__ = ("chunk", "extra", "name", "place", "same_as", "view")
+    States have tens of thousands of tensors: as few objects as can be are made for each.
+    """
 
-    def __init__(self, place: Place, chunk: Chunk, extra: dict[str, Any]) -> None:
+    __slots__ = ("extra", "global_shape", "name", "pieces", "place", "same_as", "spread", "tensor", "view")
+
+    def __init__(
+        self,
+        place: Place,
+        extra: Mapping[str, Any],
+        tensor: torch.Tensor,
+        pieces: tuple[Piece, ...],
+        global_shape: tuple[int, ...],
+        spread: Spread | None,
+    ) -> None:
         self.place = place
-        self.chunk = chunk
         self.extra = extra
+        self.tensor = tensor
+        self.pieces = pieces
+        self.global_shape = global_shape
+        self.spread = spread
         self.name = ""
         self.same_as: _Slot | None = None
         self.view: ViewOf | None = None
@@ -97,26 +113,25 @@ def flatten(state: Any, codecs: ObjectCodecs | None = None) -> FlatState:
     Raises:
         UnsupportedTypeError: Something can't be stored; names its place and what to do.
     """
+    with collector_paused():
+        return _flattened(state, codecs or ObjectCodecs())
+
+
+def _flattened(state: Any, codecs: ObjectCodecs) -> FlatState:
     slots: list[_Slot] = []
-    tree = _Walk(codecs or ObjectCodecs(), slots).walk(state, ())
+    tree = _Walk(codecs, slots).walk(state, ())
     for slot, name in zip(slots, assign_names([s.place for s in slots]), strict=True):
         slot.name = name
     _share(slots)
     return FlatState(
         leaves=tuple(
-            Leaf(
-                name=s.name,
-                dtype=dtype_name(s.chunk.tensor.dtype),
-                global_shape=s.chunk.global_shape,
-                pieces=s.chunk.pieces,
-                spread=s.chunk.spread,
-            )
+            Leaf(name=s.name, dtype=dtype_name(s.tensor.dtype), global_shape=s.global_shape, pieces=s.pieces, spread=s.spread)
             for s in slots
             if s.same_as is None and s.view is None
         ),
         aliases={s.name: s.same_as.name for s in slots if s.same_as is not None},
         views=tuple(s.view for s in slots if s.view is not None),
-        ranks=max((s.chunk.ranks for s in slots), default=1),
+        ranks=max((len(s.spread.ranks) for s in slots if s.spread is not None), default=1) or 1,
         _tree=tree,
     )
 
@@ -129,8 +144,10 @@ class _Walk:
 
     def walk(self, value: Any, place: Place, above: tuple[int, ...] = ()) -> Any:
         kind = type(value)
-        if kind in (str, int, float, bool, type(None), bytes):
+        if kind in _SCALARS:
             return value
+        if kind in _TENSORS and len(above) < MAX_DEPTH and self.codecs.find(kind) is None:
+            return self.tensor(value, place)  # holds nothing that it could lie in
         if id(value) in above:
             raise UnsupportedTypeError(f"{show(place)} is the same object as one it lies in: the state is a cycle", hint="remove the cycle")
         inner = (*above, id(value))
@@ -167,29 +184,23 @@ class _Walk:
         return value
 
     def tensor(self, value: torch.Tensor, place: Place) -> Any:
-        shown = show(place)
-        extra: dict[str, Any] = {}
-        if value.requires_grad:
-            extra["requires_grad"] = True
-        if isinstance(value, torch.nn.Parameter):
-            extra["parameter"] = True
+        extra: Mapping[str, Any] = _EXTRA[value.requires_grad, isinstance(value, torch.nn.Parameter)]
         if is_spread(value):
-            chunk = chunk_of(value, shown, self.meshes)
+            chunk = chunk_of(value, show(place), self.meshes)
             for part in (chunk.tensor, *(p.tensor for p in chunk.pieces)):
-                check_storable(part, f"the local part of {shown}")
+                check_storable(part, f"the local part of {show(place)}")
                 if part.layout is not torch.strided:
-                    raise UnsupportedTypeError(f"the local part of {shown} is sparse", hint="store it as dense: .to_dense()")
-            return self.slot(place, _resolved_chunk(chunk), extra)
-        check_storable(value, shown)
+                    raise UnsupportedTypeError(f"the local part of {show(place)} is sparse", hint="store it as dense: .to_dense()")
+            return self.slot(place, chunk, extra)
+        check_storable(value, Shown(place))
         if value.layout is torch.strided:
-            dense = _resolved(value)
-            return self.slot(place, _alone(dense), extra)
+            return self.alone(place, value, extra)
         return self.sparse(value.detach(), place, extra)
 
-    def sparse(self, value: torch.Tensor, place: Place, extra: dict[str, Any]) -> Any:
+    def sparse(self, value: torch.Tensor, place: Place, extra: Mapping[str, Any]) -> Any:
         coo = value.layout is torch.sparse_coo
         parts = {
-            part: self.slot((*place, part), _alone(_resolved(getattr(value, f"_{part}" if coo else part)())), {})
+            part: self.alone((*place, part), getattr(value, f"_{part}" if coo else part)(), _EXTRA[False, False])
             for part in COMPONENTS[value.layout]
         }
         facts: dict[str, Any] = {"layout": str(value.layout).removeprefix("torch."), "shape": tuple(value.shape), "parts": parts, **extra}
@@ -197,25 +208,35 @@ class _Walk:
             facts["coalesced"] = value.is_coalesced()
         return Opaque(SPARSE, facts)
 
-    def slot(self, place: Place, chunk: Chunk, extra: dict[str, Any]) -> _Slot:
-        made = _Slot(place, chunk, extra)
+    def alone(self, place: Place, tensor: torch.Tensor, extra: Mapping[str, Any]) -> _Slot:
+        """A tensor that this process has for itself."""
+        dense = _resolved(tensor)
+        made = _Slot(place, extra, dense, (Piece(tensor=dense, offsets=(0,) * dense.ndim),), tuple(dense.shape), None)
         self.slots.append(made)
         return made
 
-
-def _alone(tensor: torch.Tensor) -> Chunk:
-    return Chunk(tensor=tensor, pieces=(Piece(tensor=tensor, offsets=(0,) * tensor.ndim),), global_shape=tuple(tensor.shape))
-
-
-def _resolved_chunk(chunk: Chunk) -> Chunk:
-    if not (chunk.tensor.is_conj() or chunk.tensor.is_neg()):
-        return replace(chunk, tensor=chunk.tensor.detach())
-    return replace(chunk, pieces=tuple(replace(p, tensor=_resolved(p.tensor)) for p in chunk.pieces), tensor=_resolved(chunk.tensor))
+    def slot(self, place: Place, chunk: Chunk, extra: Mapping[str, Any]) -> _Slot:
+        if chunk.tensor.is_conj() or chunk.tensor.is_neg():
+            pieces = tuple(Piece(tensor=_resolved(p.tensor), offsets=p.offsets) for p in chunk.pieces)
+        else:
+            pieces = chunk.pieces
+        made = _Slot(place, extra, _resolved(chunk.tensor), pieces, chunk.global_shape, chunk.spread)
+        self.slots.append(made)
+        return made
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg()
 
+
+_SCALARS = frozenset({str, int, float, bool, type(None), bytes})
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_EXTRA: Mapping[tuple[bool, bool], Mapping[str, Any]] = {
+    (needs, is_one): {**({"requires_grad": True} if needs else {}), **({"parameter": True} if is_one else {})}
+    for needs in (False, True)
+    for is_one in (False, True)
+}
+"""What a reference says of its tensor, by ``requires_grad`` and whether it is a Parameter."""
 
 MAX_DEPTH = 90
 """Nesting beyond this is refused: documents are bounded at 100 levels (format/document.py)."""
@@ -223,35 +244,46 @@ MAX_DEPTH = 90
 
 def _share(slots: list[_Slot]) -> None:
     """Finds tensors that show the same memory: equal views become one leaf, contained ones views of it."""
-    seen: dict[Any, _Slot] = {}
-    by_storage: dict[Any, list[tuple[int, int, int, _Slot]]] = {}
-    for order, slot in enumerate(slots):
-        chunk, tensor = slot.chunk, slot.chunk.tensor
-        if tensor.numel() == 0 and chunk.spread is None:
+    by_storage: dict[Any, list[_Slot]] = {}
+    for slot in slots:
+        tensor = slot.tensor
+        if tensor.numel() == 0 and slot.spread is None:
             continue
-        # Empty memory has no address. A tied tensor whose part here is empty must be found tied as on the ranks where it is not.
-        address = tensor.untyped_storage().data_ptr() or tensor.untyped_storage()._cdata
-        storage = (tensor.device, address)
-        offsets = tuple(p.offsets for p in chunk.pieces)
-        key = (*storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, chunk.global_shape, offsets)
+        address = tensor.data_ptr()
+        if address:
+            address -= int(tensor.storage_offset()) * tensor.itemsize
+        else:
+            # Empty memory has no address. A tied tensor whose part here is empty must be found tied as on the ranks where it is not.
+            address = tensor.untyped_storage().data_ptr() or tensor.untyped_storage()._cdata
+        by_storage.setdefault(address if tensor.is_cpu else (tensor.device, address), []).append(slot)
+    for sharing in by_storage.values():
+        if len(sharing) > 1:  # of tens of thousands nearly all have their storage for themselves
+            _share_storage(sharing)
+
+
+def _share_storage(slots: list[_Slot]) -> None:
+    """`_share` for the tensors of one storage."""
+    seen: dict[Any, _Slot] = {}
+    lying: list[tuple[int, int, int, _Slot]] = []
+    for order, slot in enumerate(slots):
+        tensor = slot.tensor
+        offsets = tuple(p.offsets for p in slot.pieces)
+        key = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, slot.global_shape, offsets)
         first = seen.setdefault(key, slot)
         if first is not slot:
             slot.same_as = first
-        elif chunk.spread is None and tensor.is_contiguous():
+        elif slot.spread is None and tensor.is_contiguous():
             begin = int(tensor.storage_offset()) * tensor.itemsize
-            by_storage.setdefault(storage, []).append((begin, -(begin + int(tensor.nbytes)), order, slot))
-    for sharing in by_storage.values():
-        if len(sharing) < 2:
-            continue
-        base: tuple[int, int, _Slot] | None = None
-        for begin, minus_end, _, slot in sorted(sharing, key=lambda s: s[:3]):
-            tensor = slot.chunk.tensor
-            if base is not None and -minus_end <= base[1] and (begin - base[0]) % tensor.itemsize == 0:
-                slot.view = ViewOf(
-                    name=slot.name, base=base[2].name, offset=begin - base[0], dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape)
-                )
-            elif base is None or -minus_end > base[1]:
-                base = (begin, -minus_end, slot)
+            lying.append((begin, -(begin + int(tensor.nbytes)), order, slot))
+    base: tuple[int, int, _Slot] | None = None
+    for begin, minus_end, _, slot in sorted(lying, key=lambda s: s[:3]):
+        tensor = slot.tensor
+        if base is not None and -minus_end <= base[1] and (begin - base[0]) % tensor.itemsize == 0:
+            slot.view = ViewOf(
+                name=slot.name, base=base[2].name, offset=begin - base[0], dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape)
+            )
+        elif base is None or -minus_end > base[1]:
+            base = (begin, -minus_end, slot)
 
 
 def _link(node: Any, names: Mapping[str, str]) -> Any:

@@ -13,7 +13,7 @@ __all__ = ["check_storable"]
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-def check_storable(tensor: torch.Tensor, shown: str) -> None:
+def check_storable(tensor: torch.Tensor, shown: object) -> None:
     """Raises UnsupportedTypeError, with the remedy, where the bytes of `tensor` would not be all of it. `shown`: its place."""
     kind = type(tensor)
     if kind.__name__ in ("FakeTensor", "FunctionalTensor"):

@@ -16,9 +16,10 @@ from tierstore.errors import IncompleteError, NotFoundError, StateMismatchError,
 from tierstore.format.index import RoutingIndex, TensorEntry
 from tierstore.format.objects import Opaque, TensorRef
 from tierstore.state.bits import dtype_name, torch_dtype
+from tierstore.state.collecting import collector_paused
 from tierstore.state.differences import Differences, LoadOptions, selected
 from tierstore.state.guard import check_storable
-from tierstore.state.paths import Place, name_of, show
+from tierstore.state.paths import Place, Shown, name_of, show
 from tierstore.state.reading import Fill
 from tierstore.state.sharded import Piece, chunk_of, is_spread
 from tierstore.state.unflatten import MODULE_STATE, SPARSE, TENSOR, stored_tensors
@@ -83,10 +84,11 @@ def match(
             f"into is a {type(into).__module__}.{type(into).__qualname__}, not a state",
             hint="pass e.g. {'model': model.state_dict(), 'optim': optimizer.state_dict(), 'step': 0}",
         )
-    index.prepare(t.name for t in stored_tensors(tree) if selected(name_of(t.place), names))
-    planner = _Planner(tree, index, options, names, differing)
-    plan = planner.plan
-    plan.finish = planner.visit(into, tree, ())
+    with collector_paused():
+        index.prepare(t.name for t in stored_tensors(tree) if names is None or selected(name_of(t.place), names))
+        planner = _Planner(tree, index, options, names, differing)
+        plan = planner.plan
+        plan.finish = planner.visit(into, tree, ())
     plan.check = lambda: planner.check(unexpected=True)
     plan.check_asked = lambda: planner.check(unexpected=False)
     plan.unasked = planner.unasked
@@ -212,14 +214,14 @@ class _Planner:
         return keep
 
     def fill(self, into: torch.Tensor, name: str, place: Place) -> None:
-        shown = f"into{show(place).removeprefix('state')}"
         if is_spread(into):
-            chunk = chunk_of(into, shown)
+            chunk = chunk_of(into, f"into{show(place).removeprefix('state')}")
             target, shape, pieces = chunk.tensor, chunk.global_shape, chunk.pieces
+            check_storable(target, Shown(place, "into"))
         else:
             target, shape = into.detach(), tuple(into.shape)
             pieces = (Piece(tensor=target, offsets=(0,) * target.ndim),)
-        check_storable(target if is_spread(into) else into, shown)
+            check_storable(into, Shown(place, "into"))
         entry = self.find(name, _around(pieces, len(shape)))
         if shape != entry.shape:
             self.note("shape", place, f"is {list(shape)} in `into`, {list(entry.shape)} stored")
@@ -231,7 +233,7 @@ class _Planner:
 
     def fill_piece(self, piece: Piece, entry: TensorEntry, place: Place) -> None:
         target = piece.tensor
-        if any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)):
+        if not target.is_contiguous() and any(n == 0 and size > 1 for n, size in zip(target.stride(), target.shape, strict=True)):
             self.note("kind", place, "is an expanded tensor in `into`: several of its elements are one place in memory")
             return
         if target.numel() == 0:
@@ -363,6 +365,9 @@ def _around(pieces: Sequence[Piece], ndim: int) -> tuple[range, ...]:
     """A box around all pieces: of a stored tensor's extents, which may be thousands, only those within can be wanted."""
     if not pieces:
         return (range(0),) * ndim
+    if len(pieces) == 1:
+        piece = pieces[0]
+        return tuple(range(begin, begin + size) for begin, size in zip(piece.offsets, piece.tensor.shape, strict=True))
     begins = [min(piece.offsets[axis] for piece in pieces) for axis in range(ndim)]
     ends = [max(piece.offsets[axis] + piece.tensor.shape[axis] for piece in pieces) for axis in range(ndim)]
     return tuple(range(begin, end) for begin, end in zip(begins, ends, strict=True))

@@ -40,10 +40,8 @@ class Ownership:
 
 def by_rank(flat: FlatState, rank: int) -> Ownership:
     """Ownership without asking anybody: a plain tensor belongs to its rank, of equal parts the first of the mesh writes its own."""
-    units = units_of(flat)
-    plain = [u for u in units if u.leaf.spread is None]
-    names = {name: f"{name}@rank{rank}" for u in plain for name in u.names} if rank else {}
-    written = [u.leaf.name for u in units if u.leaf.spread is None or _is_first(u.leaf, rank)]
+    names = {name: f"{name}@rank{rank}" for u in units_of(flat) if u.leaf.spread is None for name in u.names} if rank else {}
+    written = [leaf.name for leaf in flat.leaves if leaf.spread is None or _is_first(leaf, rank)]
     return Ownership(names=names, written=frozenset(written))
 
 

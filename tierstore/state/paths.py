@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-__all__ = ["Place", "assign_names", "name_of", "show"]
+__all__ = ["Place", "Shown", "assign_names", "name_of", "show"]
 
 Place = tuple[Hashable, ...]
 
@@ -18,6 +18,19 @@ Place = tuple[Hashable, ...]
 def show(place: Place) -> str:
     """The place as Python would reach it: ``state['model']['layers.0.weight']``."""
     return "state" + "".join(f"[{key!r}]" for key in place)
+
+
+class Shown:
+    """A place that is shown only where somebody reads it: in an error. `root`: what stands for the state, in its words."""
+
+    __slots__ = ("place", "root")
+
+    def __init__(self, place: Place, root: str = "state") -> None:
+        self.place = place
+        self.root = root
+
+    def __str__(self) -> str:
+        return self.root + show(self.place).removeprefix("state")
 
 
 def name_of(place: Place) -> str:
@@ -49,8 +62,6 @@ def assign_names(places: Sequence[Place]) -> list[str]:
 
 def _text(key: Hashable) -> str:
     text = key if isinstance(key, str) else repr(key)
-    if not text:
-        return "''"
     if text.isprintable():
-        return text
+        return text or "''"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -19,6 +19,7 @@ from tierstore.errors import IncompleteError
 from tierstore.format.index import RoutingIndex, TensorEntry
 from tierstore.state.bits import as_bits, memory_of, tensor_over, torch_dtype
 from tierstore.state.boxes import Box, Read, intersect, reads_of
+from tierstore.state.collecting import collector_paused
 from tierstore.tiers.reads import AnyWant, Handover, Want
 
 __all__ = ["Fill", "Reader", "Run", "deliver", "fill_all", "read_wants", "reads_for", "same_values", "wants_of"]
@@ -68,12 +69,13 @@ def fill_all(reader: Reader, run: Run, fills: Sequence[Fill]) -> None:
 def wants_of(fills: Sequence[Fill], block_nbytes: int) -> list[AnyWant]:
     """What to ask a reader for, so that every wish is filled; raises IncompleteError as `reads_for` does."""
     wants: list[AnyWant] = []
-    for fill in _stored(fills):
-        for read in reads_for(fill, block_nbytes):
-            if read.strides is None:
-                wants.append(Want(read.file, read.offset, memory_of(read.target), fill.entry.name))
-            else:
-                wants.append(Handover(read.file, read.offset, read.nbytes, _taker(read), fill.entry.name))
+    with collector_paused():
+        for fill in _stored(fills):
+            for read in reads_for(fill, block_nbytes):
+                if read.strides is None:
+                    wants.append(Want(read.file, read.offset, memory_of(read.target), fill.entry.name))
+                else:
+                    wants.append(Handover(read.file, read.offset, read.nbytes, _taker(read), fill.entry.name))
     return wants
 
 

@@ -18,6 +18,7 @@ import xxhash
 
 from tierstore.errors import UsageError
 from tierstore.format.dtypes import DTYPES
+from tierstore.state.collecting import collector_paused
 from tierstore.state.flatten import FlatState, Leaf
 from tierstore.units import format_some
 
@@ -48,7 +49,8 @@ def units_of(flat: FlatState) -> list[Unit]:
     for alias, name in flat.aliases.items():
         base = views[name].base if name in views else name
         others.setdefault(base, []).append((alias, f"={name}"))
-    return [_unit(leaf, sorted(others.get(leaf.name, ()))) for leaf in flat.leaves]
+    with collector_paused():
+        return [_unit(leaf, sorted(others.get(leaf.name, ()))) for leaf in flat.leaves]
 
 
 def _unit(leaf: Leaf, others: Sequence[tuple[str, str]]) -> Unit:
