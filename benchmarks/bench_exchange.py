@@ -10,8 +10,9 @@ import os
 import warnings
 from typing import Any
 
-from bench_reshard import FAR, LATENCY_S, OURS, RANKS, TENSORS, Bench, Counts, far_away, far_peers, save_rank, with_ranks
+from bench_reshard import FAR, LATENCY_S, OURS, RANKS, TENSORS, Bench, far_peers, save_rank, with_ranks
 from common import arguments, scratch
+from far import Counts, far_away
 from torch.distributed.tensor import Replicate, Shard
 
 import tierstore

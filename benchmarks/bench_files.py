@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import Table, arguments, scratch, settle, timed
+from common import arguments, scratch
 from fsspec.implementations.local import LocalFileSystem
+from measure import Table, timed
+from memory import settle
 
 from tierstore.fs.filesystem import TierFileSystem
 

@@ -7,7 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from common import Table, arguments, save_until, scratch, timed
+from common import arguments, save_until, scratch
+from measure import Table, timed
 from safetensors.torch import load_file
 
 import tierstore

@@ -9,26 +9,24 @@ same DTensors, through readers made anew each time.
 
 from __future__ import annotations
 
-import fcntl
 import multiprocessing
 import os
 import socket
 import statistics
-import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import arguments, scratch, timed
+from common import arguments, scratch
+from far import Counts, far_away
+from measure import timed
+from peers.s3 import for_s3fs, s3torchconnector_reader
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import init_device_mesh
@@ -170,19 +168,6 @@ def far_peers(saved: str, options: dict[str, Any], *, world_size: int) -> Iterat
         }
 
 
-def s3torchconnector_reader(uri: str, endpoint_url: str) -> Any:
-    from s3torchconnector import S3ClientConfig
-    from s3torchconnector._s3client import S3Client
-    from s3torchconnector.dcp import S3StorageReader
-    from s3torchconnector.dcp.s3_file_system import S3FileSystem
-
-    reader = S3StorageReader("us-east-1", uri)
-    # Its public constructor takes no endpoint: the file system beneath does, through its client.
-    client = S3Client("us-east-1", endpoint=endpoint_url, s3client_config=S3ClientConfig(force_path_style=True))
-    reader.fs = S3FileSystem("us-east-1", s3_client=client, reader_constructor=reader._reader_constructor)
-    return reader
-
-
 def value(number: int, side: int) -> torch.Tensor:
     return torch.randn(side, side, generator=torch.Generator().manual_seed(number))
 
@@ -253,12 +238,6 @@ def load_rank(rank: int, options: dict[str, Any], where: str, side: int, repeat:
             bench.run(f"columns, Shard(1), all {RANKS} ranks at once", side, (RANKS,), [Shard(1)], repeat)
 
 
-def for_s3fs(options: dict[str, Any]) -> dict[str, Any]:
-    """The same options as bare s3fs takes them."""
-    rest = {key: value for key, value in options.items() if key != "region_name"}
-    return {**rest, "client_kwargs": {"region_name": options["region_name"]}}
-
-
 # ---- counting
 
 
@@ -266,85 +245,6 @@ def local_counters() -> tuple[int, int]:
     """This process's read calls and the bytes that they returned (Linux); what is mapped is not seen."""
     facts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(facts["syscr"]), int(facts["rchar"])
-
-
-class Counts:
-    """Requests and answered bytes, shared by the processes."""
-
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.requests, self.nbytes = context.Value("q"), context.Value("q")
-
-    def add(self, requests: int, nbytes: int) -> None:
-        with self.requests.get_lock():
-            self.requests.value += requests
-            self.nbytes.value += nbytes
-
-    def read(self) -> tuple[int, int]:
-        time.sleep(0.02)  # what is still being counted
-        return self.requests.value, self.nbytes.value
-
-
-@contextmanager
-def far_away(endpoint_url: str, latency_s: float, connection_rate: float | None) -> Iterator[tuple[str, Counts]]:
-    """A proxy with latency (and so many bytes a second for each connection), in a process of its own: it must not compete with the client
-    for an interpreter."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    counts = Counts()
-    process = context.Process(target=serve_proxy, args=(endpoint_url, latency_s, connection_rate, there, counts), daemon=True)
-    process.start()
-    try:
-        yield here.recv(), counts
-    finally:
-        here.send("end")
-        process.join(10)
-
-
-def serve_proxy(endpoint_url: str, latency_s: float, connection_rate: float | None, link: Connection, counts: Counts) -> None:
-    """Adds latency and nothing else: answers are spliced through the kernel. (`testing.LatencyProxy` reads what it passes on, which
-    takes a core and more time than its latency when it must pass on hundreds of MiB.)"""
-    there = urlsplit(endpoint_url)
-
-    def ask(client: socket.socket, server: socket.socket) -> None:
-        while data := client.recv(1 << 16):  # no pipelining, and requests without bodies: what arrives at once is one request
-            counts.add(1, 0)
-            time.sleep(latency_s)
-            server.sendall(data)
-        server.shutdown(socket.SHUT_WR)
-
-    def answer(client: socket.socket, server: socket.socket) -> None:
-        out, into = os.pipe()
-        fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, 1 << 20)
-        free = 0.0
-        try:
-            while got := os.splice(server.fileno(), into, 1 << 20):
-                counts.add(0, got)
-                if connection_rate is not None:
-                    free = max(free, time.monotonic()) + got / connection_rate
-                    time.sleep(max(0.0, free - time.monotonic()))
-                while got:
-                    got -= os.splice(out, client.fileno(), got)
-        except OSError:
-            pass  # the client has gone
-        finally:
-            os.close(out)
-            os.close(into)
-            client.close()
-
-    def accept(listener: socket.socket) -> None:
-        while True:
-            client, _ = listener.accept()
-            server = socket.create_connection((there.hostname, there.port))
-            for one in (client, server):
-                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for work in (ask, answer):
-                threading.Thread(target=work, args=(client, server), daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
-        threading.Thread(target=accept, args=(listener,), daemon=True).start()
-        link.send(f"http://127.0.0.1:{listener.getsockname()[1]}")
-        link.recv()
 
 
 if __name__ == "__main__":

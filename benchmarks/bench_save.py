@@ -1,110 +1,100 @@
-"""The stall of `save`, and the time to committed on a node tier with digests, against memcpy, torch.save, DCP and a plain write."""
+"""A save as training sees it: how long the call takes, until the bytes are on the disk, and the memory that it takes beside its image."""
 
 from __future__ import annotations
 
-import mmap
+import ctypes
 import os
-import shutil
-import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
-from common import Table, arguments, change, save_until, scratch, settle, state_nbytes, timed, training_state
+from common import change, contest_arguments, flattened, scratch, training_state
+from measure import Table, Turns, fact, timed
+from peers import distributed, files, ours
+from peers.base import State
+from saving import Sessions, save_once
 
 import tierstore
 from tierstore.units import format_size
 
-
-def memcpy(state: dict[str, dict[str, torch.Tensor]], buffer: torch.Tensor) -> None:
-    at = 0
-    for group in state.values():
-        for tensor in group.values():
-            flat = tensor.reshape(-1).view(torch.uint8)
-            buffer[at : at + flat.numel()].copy_(flat)
-            at += flat.numel()
-
-
-def torch_save(state: object, path: Path) -> None:
-    with path.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
+MEMCPY = "warm memcpy, 1 thread"
+PEERS = [
+    *ours.PEERS,
+    *(peer for peer in distributed.SAVERS if peer.asynchronous),
+    *(peer for peer in distributed.SAVERS if peer.name == "DCP FileSystem, 4 threads"),
+    *(peer for peer in files.SAVERS if peer.name == "torch.save"),
+]
+_SLOW_S = 12.0
+"""Whoever takes longer in the turn that warms up is measured once."""
 
 
-def plain_write(data: memoryview, path: Path) -> None:
-    """The buffered write and fsync that a script would do, nothing hashed."""
-    with path.open("wb", buffering=0) as file:
-        for at in range(0, len(data), 8 << 20):
-            file.write(data[at : at + (8 << 20)])
-        os.fsync(file.fileno())
+def run(nbytes: int, repeat: int, directory: Path | None, without: Mapping[str, str]) -> list[Table]:
+    state = training_state(nbytes)
+    flat = flattened(state)
+    nbytes = sum(t.nbytes for t in flat.values())
+    stall = Table("Stall: how long the call to save takes, second and later saves", nbytes, MEMCPY, key="save.stall")
+    total = Table("From the call until the bytes are synced on the disk", nbytes, ours.OURS, key="save.durable")
+    extra = Table("Memory of the process beyond what it had before the save, peak", 0, ours.OURS, key="save.extra", unit="MiB")
+    buffer = torch.zeros(nbytes, dtype=torch.uint8)
+    memcpy(flat, buffer)
+    fact("state", f"{len(flat)} tensors, {format_size(nbytes)}; {torch.get_num_threads()} torch threads, {os.cpu_count()} cores")
+    stall.describe(MEMCPY, kind="limit", note="into memory that was touched before")
+    with scratch(directory) as root:
+        first_saves(flat, root / "first")
+        sessions = Sessions(PEERS, root, [stall, total, extra], without)
+        slow: set[str] = set()
+        turns = Turns(sessions.peers, repeat=repeat)
+        for turn, order in turns:
+            change(state)
+            if turn >= 0:
+                stall.add(MEMCPY, timed(memcpy, flat, buffer))
+            for name in order:
+                if turn > 0 and name in slow:
+                    continue
+
+                def measure(name: str = name, turn: int = turn) -> None:
+                    peer, session = sessions.get(name)
+                    saved = save_once(peer, session, flat, turn)
+                    if saved.durable_s > _SLOW_S:
+                        slow.add(name)
+                    session.discard()
+                    if turn >= 0:
+                        stall.add(name, saved.stall_s)
+                        total.add(name, saved.durable_s)
+                        extra.add(name, saved.extra_nbytes / 2**20)
+
+                turns.attempt(name, [stall, total, extra], measure)
+        sessions.close()
+    return [stall, total, extra]
 
 
-def direct_write(data: mmap.mmap, path: Path) -> None:
-    """A raw O_DIRECT write and fsync, one thread: near the disk's own speed, nothing hashed."""
-    view = memoryview(data)
-    whole = len(view) // 4096 * 4096
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o644)
-    try:
-        for at in range(0, whole, 8 << 20):
-            os.pwrite(fd, view[at : min(at + (8 << 20), whole)], at)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-        view.release()
+def first_saves(flat: State, root: Path) -> None:
+    """What the first save costs, which allocates its image, and what is left of it after `store.prepare`."""
+    for prepared in (False, True):
+        with tierstore.open([str(root / str(prepared))], run="bench") as store:
+            if prepared and not hasattr(store, "prepare"):
+                continue
+            before_s = timed(store.prepare, dict(flat)) if prepared else 0.0
+            ticket = store.save(1, dict(flat))
+            told = f" (prepare itself: {before_s:.3f} s)" if prepared else ""
+            fact("first save after prepare" if prepared else "first save", f"stall {ticket.stall_s:.3f} s{told}")
+            ticket.wait("durable", timeout=600)
+
+
+def memcpy(state: State, buffer: torch.Tensor) -> None:
+    """One thread, whatever torch would take."""
+    at = buffer.data_ptr()
+    for tensor in state.values():
+        ctypes.memmove(at, tensor.data_ptr(), tensor.nbytes)
+        at += tensor.nbytes
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    args = arguments(__doc__ or "")
-    state = training_state(args.nbytes)
-    nbytes = state_nbytes(state)
-    stall = Table("Stall: how long training stands still per save", nbytes, "warm memcpy, 1 thread")
-    total = Table("Time until the bytes are durable on the node's disk", nbytes, "plain buffered write + fsync, no hash")
-    buffer = torch.empty(nbytes, dtype=torch.uint8)
-    image = mmap.mmap(-1, nbytes)
-    flat_bytes = torch.cat([t.reshape(-1).view(torch.uint8) for g in state.values() for t in g.values()])
-    torch.frombuffer(image, dtype=torch.uint8).copy_(flat_bytes)
-    flat = {f"{g}.{n}": t for g, group in state.items() for n, t in group.items()}  # what DCP takes
-    memcpy(state, buffer)
-    print(f"state: {len(flat)} tensors, {format_size(nbytes)}; {torch.get_num_threads()} torch threads, {os.cpu_count()} cores")
-    with scratch(args.directory) as root, tierstore.open([str(root / "node")], run="bench") as store:
-        first = save_until(store, 0, state, "committed")
-        print(f"first save (allocates its image): stall {first.stall_s:.3f} s")
-        for turn in range(1, args.repeat + 1):
-            change(state)
-            stall.add("warm memcpy, 1 thread", timed(memcpy, state, buffer))
-
-            settle()
-            began = time.perf_counter()
-            stall.add("tierstore save", save_until(store, turn, state, "committed").stall_s)
-            total.add("tierstore, SHA-256 of every block, until committed", time.perf_counter() - began)
-
-            settle()
-            total.add("plain buffered write + fsync, no hash", timed(plain_write, memoryview(image), root / "plain"))
-            settle()
-            total.add("raw O_DIRECT write + fsync, no hash", timed(direct_write, image, root / "direct"))
-            settle()
-            seconds = timed(torch_save, state, root / "torch.pt")
-            stall.add("torch.save + fsync (synchronous)", seconds)
-            total.add("torch.save + fsync, no hash", seconds)
-            settle()
-            seconds = timed(dcp.save, flat, checkpoint_id=root / "dcp", no_dist=True)
-            stall.add("DCP save (synchronous)", seconds)
-            total.add("DCP save (FileSystemWriter), no hash", seconds)
-            settle()
-            began = time.perf_counter()
-            saving = dcp.async_save(flat, checkpoint_id=root / "dcp-async", no_dist=True)
-            stall.add("DCP async_save", time.perf_counter() - began)
-            saving.result()  # type: ignore[union-attr]  # a Future, as no stager was given
-            total.add("DCP async_save, until done, no hash", time.perf_counter() - began)
-            for name in ("plain", "direct", "torch.pt"):
-                (root / name).unlink()
-            for name in ("dcp", "dcp-async"):
-                shutil.rmtree(root / name)
-    stall.show()
-    total.show()
+    args = contest_arguments(__doc__ or "", nbytes="2GiB", repeat=5)
+    for table in run(args.nbytes, args.repeat, args.directory, args.without):
+        table.show()
 
 
 if __name__ == "__main__":

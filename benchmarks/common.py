@@ -1,23 +1,21 @@
-"""What the benchmarks share: a realistic training state, timing, medians and ratios, and counted access to a real S3 server."""
+"""What the benchmarks share: a realistic training state, arguments, a folder to work in."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
-import os
+import json
 import shutil
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from peers import installed
 
 import tierstore
-from tierstore.units import format_size, parse_size
+from tierstore.units import parse_size
 
 
 def training_state(nbytes: int, *, seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
@@ -49,6 +47,11 @@ def state_nbytes(state: dict[str, dict[str, torch.Tensor]]) -> int:
     return sum(t.nbytes for group in state.values() for t in group.values())
 
 
+def flattened(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The same tensors under one name each, as DCP and safetensors take them."""
+    return {f"{group}.{name}": tensor for group, tensors in state.items() for name, tensor in tensors.items()}
+
+
 def change(state: dict[str, dict[str, torch.Tensor]]) -> None:
     """Changes every tensor in place, as a training step does, so that no peer can reuse what it stored before."""
     with torch.no_grad():
@@ -57,41 +60,11 @@ def change(state: dict[str, dict[str, torch.Tensor]]) -> None:
                 tensor.mul_(1.0009765625)
 
 
-def timed(work: Callable[..., object], *args: Any, **kwargs: Any) -> float:
-    """Seconds that ``work(*args, **kwargs)`` takes."""
-    gc.collect()
-    began = time.perf_counter()
-    work(*args, **kwargs)
-    return time.perf_counter() - began
-
-
 def save_until(store: tierstore.Store, step: int, state: Any, level: str) -> tierstore.Ticket:
     """Saves and waits for a level."""
     ticket = store.save(step, state)
     ticket.wait(level, timeout=1200)
     return ticket
-
-
-class Table:
-    """Measurements by name, printed as medians and as ratios to one of them."""
-
-    def __init__(self, title: str, nbytes: int, base: str) -> None:
-        self.title, self.nbytes, self.base = title, nbytes, base
-        self.seconds: dict[str, list[float]] = {}
-
-    def add(self, name: str, seconds: float) -> None:
-        self.seconds.setdefault(name, []).append(seconds)
-
-    def median(self, name: str) -> float:
-        return statistics.median(self.seconds[name])
-
-    def show(self) -> None:
-        base = self.median(self.base)
-        print(f"\n{self.title} ({format_size(self.nbytes)}; median of {len(self.seconds[self.base])}, time relative to {self.base!r})")
-        for name in self.seconds:
-            median = self.median(name)
-            spread = f"{min(self.seconds[name]):.3f}..{max(self.seconds[name]):.3f}"
-            print(f"  {name:<58}{median:9.3f} s  {self.nbytes / median / 1e9:7.2f} GB/s  x{median / base:7.2f}   ({spread})")
 
 
 def arguments(
@@ -105,6 +78,14 @@ def arguments(
     return parser.parse_args()
 
 
+def contest_arguments(description: str, *, nbytes: str, repeat: int) -> argparse.Namespace:
+    """`arguments` of a suite that can be told whom to leave out, with reasons: `make bench` does after a peer ended the process."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--without", type=json.loads, default={}, metavar="JSON", help="names of peers that are left out: {name: reason}")
+    installed.use()
+    return arguments("", nbytes=nbytes, repeat=repeat, parser=parser)
+
+
 @contextlib.contextmanager
 def scratch(directory: Path | None) -> Iterator[Path]:
     root = directory or Path(".cache/bench")
@@ -114,9 +95,3 @@ def scratch(directory: Path | None) -> Iterator[Path]:
         yield path.resolve()
     finally:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def settle() -> None:
-    """Lets the disk write out what earlier measurements left dirty, so that they do not pay for each other."""
-    os.sync()
-    time.sleep(0.2)

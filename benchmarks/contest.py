@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common import Table, settle, timed
+from measure import Table, timed
+from memory import settle
 
 import tierstore
 

@@ -1,0 +1,271 @@
+"""Measurements: tables of rows, medians and spread, printed in 100 columns and written to a journal as they come.
+
+The journal is a file of JSON lines, so that what was measured before a process died is not lost; `make bench` names it in
+`TIERSTORE_BENCH_JOURNAL`, and builds the results out of it. Without it a benchmark only prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import re
+import signal
+import statistics
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+from tierstore.units import format_size
+
+JOURNAL = "TIERSTORE_BENCH_JOURNAL"
+COLUMNS = 100
+_NAME = 46
+
+T = TypeVar("T")
+
+
+class Overdue(Exception):
+    """A measurement did not end in the time that it has."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """What was measured of one way to do it.
+
+    Attributes:
+        values: In the table's unit, one for each turn that counted.
+        kind: `ours`, `peer`, `limit` (what the machine or the client can do and no checkpoint does) or `` where it makes no difference.
+    """
+
+    name: str
+    values: list[float] = field(default_factory=list)
+    kind: str = ""
+    note: str = ""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+
+class Table:
+    """Rows that measure the same on the same bytes, printed as medians and as ratios to one of them.
+
+    Args:
+        title: What is measured.
+        nbytes: The bytes that are moved, for the speed; 0: none.
+        base: The row that ratios are relative to.
+        key: Its name in the results; made from the title where left out.
+        unit: Of the values: `s`, or what is counted.
+    """
+
+    def __init__(self, title: str, nbytes: int, base: str, *, key: str = "", unit: str = "s") -> None:
+        self.title, self.nbytes, self.base, self.unit = title, nbytes, base, unit
+        self.key = key or re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+        self.rows: dict[str, Row] = {}
+        self.failed: dict[str, str] = {}
+        self._told = False
+
+    def describe(self, name: str, *, kind: str = "", note: str = "") -> None:
+        """Says what a row is; rows are printed in this order."""
+        self.rows[name] = Row(name=name, kind=kind, note=note)
+        self._tell({"row": name, "kind": kind, "note": note})
+
+    def add(self, name: str, value: float) -> None:
+        self.rows.setdefault(name, Row(name=name)).values.append(value)
+        self._tell({"add": name, "value": value})
+
+    def fail(self, name: str, reason: str) -> None:
+        """Lists a row that can't be measured; what it had so far is not counted."""
+        self.failed[name] = reason
+        self.rows.pop(name, None)
+        self._tell({"fail": name, "reason": reason})
+
+    def measured(self) -> list[Row]:
+        return [row for row in self.rows.values() if row.values]
+
+    def median(self, name: str) -> float:
+        return self.rows[name].median
+
+    def ratio(self, name: str) -> float | None:
+        """A row's median relative to the base's; None where either was not measured."""
+        base, row = self.rows.get(self.base), self.rows.get(name)
+        if base is None or row is None or not base.values or not row.values or not base.median:
+            return None
+        return row.median / base.median
+
+    def lines(self) -> list[str]:
+        """The table, at most 100 columns wide."""
+        turns = max((len(row.values) for row in self.rows.values()), default=0)
+        size = f"{format_size(self.nbytes)}; " if self.nbytes else ""
+        lines = textwrap.wrap(f"{self.title} ({size}median of {turns}, relative to {self.base!r})", COLUMNS)
+        for row in self.measured():
+            ratio = self.ratio(row.name)
+            figures = f"{row.median:9.3f} {self.unit}"
+            if self.unit == "s" and self.nbytes:
+                figures += f" {self.nbytes / row.median / 1e9:6.2f} GB/s"
+            figures += f"  x{ratio:6.2f}" if ratio is not None else "        -"
+            figures += f"  ({min(row.values):.3f}..{max(row.values):.3f})"
+            named = textwrap.wrap(row.name, _NAME)
+            lines += [f"  {part}" for part in named[:-1]]
+            lines.append(f"  {named[-1]:<{_NAME}} {figures}")
+        for name, reason in self.failed.items():
+            lines += textwrap.wrap(f"{name}: not measured: {reason}", COLUMNS, initial_indent="  ", subsequent_indent="      ")
+        return lines
+
+    def show(self) -> None:
+        print("\n" + "\n".join(self.lines()), flush=True)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "key": self.key,
+            "title": self.title,
+            "nbytes": self.nbytes,
+            "base": self.base,
+            "unit": self.unit,
+            "rows": [{"name": r.name, "kind": r.kind, "note": r.note, "values": [round(v, 6) for v in r.values]} for r in self.measured()],
+            "failed": dict(self.failed),
+        }
+
+    @classmethod
+    def of_json(cls, document: dict[str, Any]) -> Table:
+        table = cls(document["title"], document["nbytes"], document["base"], key=document["key"], unit=document["unit"])
+        table.rows = {row["name"]: Row(**row) for row in document["rows"]}
+        table.failed = dict(document["failed"])
+        return table
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        if not self._told:
+            head = {"title": self.title, "nbytes": self.nbytes, "base": self.base, "unit": self.unit}
+            tell({"table": self.key, "head": head})
+            self._told = True
+        tell({"table": self.key, **event})
+
+
+def tell(event: dict[str, Any]) -> None:
+    """Appends a line to the journal, if there is one."""
+    path = os.environ.get(JOURNAL)
+    if path:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")
+
+
+def fact(name: str, value: object) -> None:
+    """Something beside the tables, printed and kept: what a server was, whether memory was fresh."""
+    print(f"{name}: {value}", flush=True)
+    tell({"fact": name, "value": value})
+
+
+@dataclass(slots=True, kw_only=True)
+class Journal:
+    """What a journal says. `doing` is what was being measured at its end."""
+
+    tables: list[Table]
+    facts: dict[str, Any]
+    doing: str | None
+
+
+def read_journal(path: Path) -> Journal:
+    """Reads what a process wrote; a last line that was cut by its death is left out."""
+    tables: dict[str, Table] = {}
+    facts: dict[str, Any] = {}
+    doing: str | None = None
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if "fact" in event:
+            facts[event["fact"]] = event["value"]
+        elif "doing" in event:
+            doing = event["doing"]
+        elif "head" in event:
+            head = event["head"]
+            tables.setdefault(event["table"], Table(head["title"], head["nbytes"], head["base"], key=event["table"], unit=head["unit"]))
+        elif "row" in event:
+            tables[event["table"]].rows.setdefault(event["row"], Row(name=event["row"], kind=event["kind"], note=event["note"]))
+        elif "add" in event:
+            tables[event["table"]].rows.setdefault(event["add"], Row(name=event["add"])).values.append(event["value"])
+        elif "fail" in event:
+            tables[event["table"]].failed[event["fail"]] = event["reason"]
+            tables[event["table"]].rows.pop(event["fail"], None)
+    return Journal(tables=list(tables.values()), facts=facts, doing=doing)
+
+
+def rotated(items: Sequence[T], turn: int) -> list[T]:
+    """The same in an order that begins one later at each turn, so that nobody always comes after the same one."""
+    return [items[(turn + n) % len(items)] for n in range(len(items))] if items else []
+
+
+def reason_of(error: BaseException) -> str:
+    """An error in one line."""
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said[:300]}" if said else type(error).__name__
+
+
+class Turns:
+    """Takes contenders in turns, each turn another one first; one that fails is left out from then on.
+
+    Args:
+        names: Who takes part.
+        repeat: Turns that count.
+        warm_ups: Turns before them: buffers are allocated, modules imported, processes forked.
+        limit_s: Seconds that one measurement may take (it is interrupted where Python can be).
+    """
+
+    def __init__(self, names: Iterable[str], *, repeat: int, warm_ups: int = 1, limit_s: float = 120) -> None:
+        self.names = list(names)
+        self.repeat, self.warm_ups, self.limit_s = repeat, warm_ups, limit_s
+        self.failed: dict[str, str] = {}
+
+    def __iter__(self) -> Iterator[tuple[int, list[str]]]:
+        """The turn (negative while warming up) and the order of those who are still in."""
+        for turn in range(-self.warm_ups, self.repeat):
+            yield turn, [name for name in rotated(self.names, turn) if name not in self.failed]
+
+    def attempt(self, name: str, tables: Iterable[Table], work: Callable[[], T]) -> T | None:
+        """Runs one measurement. None if it failed: it is then listed with its reason in all `tables`."""
+        tell({"doing": name})
+        try:
+            with deadline(self.limit_s):
+                return work()
+        except Exception as error:  # noqa: BLE001  a contender that can't is part of the result
+            self.failed[name] = reason_of(error)
+            for table in tables:
+                table.fail(name, self.failed[name])
+            return None
+        finally:
+            tell({"doing": None})
+
+
+@contextlib.contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Raises `Overdue` in the main thread when its body takes longer; elsewhere it does nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def overdue(number: int, frame: FrameType | None) -> None:
+        raise Overdue(f"not done after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, overdue)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def timed(work: Callable[..., object], *args: Any, **kwargs: Any) -> float:
+    """Seconds that ``work(*args, **kwargs)`` takes."""
+    gc.collect()
+    began = time.perf_counter()
+    work(*args, **kwargs)
+    return time.perf_counter() - began
