@@ -13,8 +13,8 @@ from tierstore.crashpoints import CRASH_EXIT, CRASH_POINTS
 S3_POINTS = [p for p in CRASH_POINTS if p.startswith("s3.")]
 GC = ("expire.", "evict.", "sweep.", "orphan.", "delete.")
 """The points of the deletions: test_gc_crash_points.py."""
-LOCAL_POINTS = [p for p in CRASH_POINTS if not p.startswith(("s3.", "files.", *GC))]
-"""Those of files: tests/protocols/files/test_files_crash_points.py."""
+LOCAL_POINTS = [p for p in CRASH_POINTS if not p.startswith(("s3.", "files.", "bring.", *GC))]
+"""Those of files: tests/protocols/files/test_files_crash_points.py; of copies that loads bring nearer: tests/protocols/test_hydrate.py."""
 
 
 def local_tiers(tmp_path: Path) -> list[Any]:

@@ -235,10 +235,18 @@ class _Copying:
         there = await self._there()
         landed = {name for name, nbytes in self._sizes.items() if there.get(name) == nbytes}
         self.responsible = bool(landed)
+        self._tidy(landed)
         self._missing = self._sizes.keys() - landed
         missing = [name for name in self._sizes if name in self._missing]
         found = await all_or_none([self._one(name) for name in missing])
         return frozenset(landed) | {name for name, ok in zip(missing, found, strict=True) if ok}
+
+    def _tidy(self, landed: Iterable[str]) -> None:
+        """Removes the locks of processes that died between putting a file in its place and going on."""
+        for name in landed:
+            lock = self._hydration.lock(self._tier, self._info.attempt, name)
+            if lock.path.exists() and lock.take():
+                lock.release()
 
     async def _there(self) -> dict[str, int]:
         listing = await self._tier.storage.children(self._info.attempt.folder)
