@@ -163,7 +163,8 @@ class ImagePool:
             made = self.made
             self._kept = max(count, self._kept)
             self._reclaim()
-            wanted = count - len([m for m in self._lent if _fits(m, nbytes)])
+            elsewhere = (*self._lent, *(image.memory for image in self._busy.values()))  # they come back by themselves
+            wanted = count - len([m for m in elsewhere if _fits(m, nbytes)])
         try:
             while len(taken) < wanted:
                 with self._changed:

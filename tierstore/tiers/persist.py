@@ -13,7 +13,7 @@ from typing import Any
 
 from tierstore.clock import Clock
 from tierstore.crashpoints import reach
-from tierstore.errors import ConflictError, IntegrityError, TierFullError, UsageError
+from tierstore.errors import ConflictError, IntegrityError, NotFoundError, TierFullError, UsageError
 from tierstore.format.digest import BLOCK_NBYTES, DIGEST_NBYTES, block_count, block_digests, digest_of
 from tierstore.format.index import FileEntry, TensorEntry, build_index
 from tierstore.format.part import Part, encode_part
@@ -273,7 +273,12 @@ async def _taken_in(storage: Storage, path: str, shard: Source) -> FileInfo | No
         return None
     if shard.memory and shard.origin.parent != storage.local_path(TMP):
         return None  # another tier's memory is no place for what is to be here
-    taken: FileInfo | None = await clone(path, shard.origin, hard=shard.hard)
+    try:
+        taken: FileInfo | None = await clone(path, shard.origin, hard=shard.hard)
+    except NotFoundError:
+        if not shard.memory:
+            raise
+        return None  # somebody removed the image's name, the whole folder maybe: its bytes are in memory all the same
     return taken
 
 
