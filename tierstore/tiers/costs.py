@@ -29,6 +29,12 @@ MAX_GAP_NBYTES = 2 * _MIB
 _PITCH_NBYTES = 8 * _MIB
 """Object stores bill requests and throttle those who send too many, so that there they are counted, however fast they are answered."""
 
+_LEAST_NBYTES = 1 * _MIB
+"""A shorter request to an object store would mostly wait."""
+
+_WAITING_S = 312.5e-6
+_MAX_AT_ONCE = 64
+
 _SAMPLES = 64
 _MIN_SAMPLES = 16
 _MIN_NBYTES = 32 * _MIB
@@ -52,11 +58,12 @@ REMOTE = Speed(latency_s=10e-3, bandwidth=100 * _MIB)
 def cost_of(speed: Speed, *, local: bool) -> ReadCost:
     """What the planner needs to know, within bounds that keep a wrong number from doing harm. `local`: it is a file system."""
     gap = int(min(max(speed.latency_s * speed.bandwidth, MIN_GAP_NBYTES), MAX_GAP_NBYTES))
-    waiting = round(speed.latency_s / 625e-6)  # requests that mostly wait take nothing from each other
+    waiting = round(speed.latency_s / _WAITING_S)  # requests that mostly wait take nothing from each other
     return ReadCost(
         gap_nbytes=gap,
-        concurrency=min(max(waiting, 4), 16),
+        concurrency=min(max(waiting, 4), _MAX_AT_ONCE),
         pitch_nbytes=0 if local else _PITCH_NBYTES,
+        least_nbytes=0 if local else _LEAST_NBYTES,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tierstore.errors import IntegrityError
 
-__all__ = ["AnyWant", "Handover", "ReadCost", "Span", "Want", "plan_spans"]
+__all__ = ["AnyWant", "Handover", "ReadCost", "Span", "Want", "plan_spans", "spread_spans"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +108,15 @@ class ReadCost:
         pitch_nbytes: For the parts of one group that lie in one file: no more requests than the range from its first part to its last
             has of these, whatever the gaps; half of `span_nbytes` at most. 0: no limit. So the columns of a matrix never become
             thousands of requests.
+        least_nbytes: Into no shorter requests are long ones cut, so that all that may go at once do (`spread_spans`), in bytes. 0: they
+            are not cut.
     """
 
     gap_nbytes: int
     span_nbytes: int = 16 << 20
     concurrency: int
     pitch_nbytes: int = 0
+    least_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +177,32 @@ def plan_spans(wants: Iterable[AnyWant], *, file_nbytes: Callable[[str], int], a
         for together in _merge(listed, align, cost):
             spans.extend(_split(file, together, nbytes, align, cost))
     return spans
+
+
+def spread_spans(spans: Sequence[Span], *, align: int, cost: ReadCost) -> list[Span]:
+    """Cuts the spans of a short load so that each request that may be under way has a part of it: a connection gives so much and no more.
+
+    Cut is what lies in callers' own memory, into pieces of about the load's length over the concurrency: 8 MiB at most, `least_nbytes`
+    at least. What is to be handed over stays as it is: a piece of that across two requests is copied once more, and for columns the
+    number of requests is promised.
+
+    Args:
+        spans: Of one load, from `plan_spans`.
+        align: As there.
+        cost: As there.
+    """
+    if not cost.least_nbytes:
+        return list(spans)
+    total = sum(span.nbytes for span in spans)
+    piece = max(cost.least_nbytes, min(total // cost.concurrency, cost.span_nbytes // 2))
+    made: list[Span] = []
+    for span in spans:
+        count = min(round(span.nbytes / piece), -(-span.nbytes // align))
+        if count < 2 or any(isinstance(want, Handover) for want in span.wants):
+            made.append(span)
+        else:
+            made.extend(_cut(span.file, span.wants, span.begin, span.end, span.end, align, count))
+    return made
 
 
 def _flat(want: AnyWant) -> AnyWant:
@@ -253,8 +282,13 @@ def _pieces(nbytes: int, cost: ReadCost) -> int:
 def _split(file: str, wants: Sequence[AnyWant], nbytes: int, align: int, cost: ReadCost) -> Iterator[Span]:
     first, last = wants[0].offset, max(w.end for w in wants)
     begin, end = first - first % align, min(-(-last // align) * align, nbytes)
+    count = min(_pieces(last - first, cost), -(-(end - begin) // align))
+    yield from _cut(file, wants, begin, end, nbytes, align, count)
+
+
+def _cut(file: str, wants: Sequence[AnyWant], begin: int, end: int, nbytes: int, align: int, count: int) -> Iterator[Span]:
+    """``[begin, end)`` in `count` spans of whole blocks. `wants` by offset; `nbytes`: where no span goes beyond."""
     blocks = -(-(end - begin) // align)
-    count = min(_pieces(last - first, cost), blocks)
     active: list[AnyWant] = []
     following = 0
     for number in range(count):

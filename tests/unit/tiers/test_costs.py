@@ -30,14 +30,14 @@ def test_a_gap_is_worth_what_passes_while_a_request_waits() -> None:
     assert cost_of(Speed(latency_s=0.010, bandwidth=100 * MIB), local=False).gap_nbytes == MIB
     assert cost_of(Speed(latency_s=0.004, bandwidth=50 * MIB), local=True).gap_nbytes == MIB // 5
     assert (LOCAL_COST.gap_nbytes, LOCAL_COST.concurrency, LOCAL_COST.pitch_nbytes) == (268_435, 4, 0)
-    assert (REMOTE_COST.gap_nbytes, REMOTE_COST.concurrency, REMOTE_COST.pitch_nbytes) == (MIB, 16, 8 * MIB)
+    assert (REMOTE_COST.gap_nbytes, REMOTE_COST.concurrency, REMOTE_COST.pitch_nbytes) == (MIB, 32, 8 * MIB)
 
 
 @given(st.floats(1e-9, 60), st.floats(1, 1e12), st.booleans())
 def test_whatever_the_numbers_the_cost_stays_within_its_bounds(latency_s: float, bandwidth: float, local: bool) -> None:
     cost = cost_of(Speed(latency_s=latency_s, bandwidth=bandwidth), local=local)
     assert MIN_GAP_NBYTES <= cost.gap_nbytes <= MAX_GAP_NBYTES
-    assert 4 <= cost.concurrency <= 16
+    assert 4 <= cost.concurrency <= 64
     assert cost.pitch_nbytes == (
         0 if local else cost.span_nbytes // 2
     )  # a bucket's requests are counted however fast it is, a disk's never

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tierstore.errors import IntegrityError
 from tierstore.tiers.costs import LOCAL_COST, REMOTE_COST
-from tierstore.tiers.reads import AnyWant, Handover, ReadCost, Want, plan_spans
+from tierstore.tiers.reads import AnyWant, Handover, ReadCost, Span, Want, plan_spans, spread_spans
 
 COST = ReadCost(gap_nbytes=100, span_nbytes=800, concurrency=4)
 MIB = 1 << 20
@@ -207,3 +207,49 @@ def test_a_handover_whose_buffer_was_filled_is_taken_by_finish_and_only_once() -
     handover.finish()
     handover.finish()
     assert taken == [b"abcd"]
+
+
+def spread(wants: list[AnyWant], cost: ReadCost, align: int = MIB) -> list[Span]:
+    return spread_spans(plan_spans(wants, file_nbytes=lambda _: 1 << 32, align=align, cost=cost), align=align, cost=cost)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "requests"), [(4096, 1), (MIB, 1), (2 * MIB, 2), (8 * MIB, 8), (32 * MIB, 32), (64 * MIB, 32), (512 * MIB, 64)]
+)
+def test_a_short_load_is_cut_so_that_every_connection_has_a_part(nbytes: int, requests: int) -> None:
+    """FACTS §7: a connection gives so much whatever is asked of it; 1 to 8 MiB each, about span over concurrency."""
+    made = spread([want(0, nbytes, group="t")], REMOTE_COST)
+    assert len(made) == requests
+    assert sum(s.nbytes for s in made) == -(-nbytes // MIB) * MIB
+    assert max(s.nbytes for s in made) <= 8 * MIB
+
+
+def test_a_row_slice_of_several_tensors_has_no_more_than_one_request_for_a_connection_and_a_tensor() -> None:
+    made = spread([want(at * 64 * MIB + 8 * MIB + 5, 8 * MIB, group=f"t{at}") for at in range(4)], REMOTE_COST)
+    assert len(made) == 32
+    assert sum(s.direct() is not None for s in made) == 24  # all but the two ends of each are read in place
+
+
+def test_what_is_handed_over_is_not_cut_and_neither_is_what_lies_on_a_disk() -> None:
+    columns: list[AnyWant] = [Handover("f", at * 2 * MIB, 2 * MIB, lambda memory: None, "t") for at in range(4)]
+    assert len(spread(columns, REMOTE_COST)) == 1
+    assert len(spread([want(0, 8 * MIB)], LOCAL_COST)) == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 60_000), st.integers(1, 9_000)), min_size=1, max_size=8), st.sampled_from([1, 10, 512]))
+def test_cutting_changes_neither_the_bytes_nor_who_gets_them(ranges: list[tuple[int, int]], align: int) -> None:
+    data = random.Random(7).randbytes(70_000)
+    cost = ReadCost(gap_nbytes=100, span_nbytes=8_000, concurrency=5, least_nbytes=300)
+    wants: list[AnyWant] = [want(offset, nbytes) for offset, nbytes in ranges]
+    plan = plan_spans(wants, file_nbytes=lambda _: len(data), align=align, cost=cost)
+    made = spread_spans(plan, align=align, cost=cost)
+    assert sum(s.nbytes for s in made) <= sum(s.nbytes for s in plan)
+    assert all(a.end <= b.begin for a, b in itertools.pairwise(made))
+    for span in made:
+        scratch = memoryview(bytearray(data[span.begin : span.end]))
+        place = span.direct()
+        if place is None:
+            span.scatter(scratch)
+        else:
+            place[:] = scratch
+    assert all(bytes(w.buffer) == data[w.offset : w.end] for w in wants)
