@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from fork_kit import SERVER
 from hydrate_kit import Counted, config_of, files_below, load_in_child, make_store, near_and_far, shards, state_of
 from tiers_kit import LeapingClock, flip
 
 import tierstore
+import tierstore.dcp
 from tierstore.dcp.reader import TierStorageReader
 from tierstore.errors import ConfigError, RefusedError, UsageError
 from tierstore.names import Attempt
@@ -337,7 +337,7 @@ def test_status_and_progress_show_what_is_on_its_way(root: Path, monkeypatch: py
 def test_a_dcp_reader_hydrates_as_its_configuration_says(root: Path, storages: dict[str, Counted]) -> None:
     state = {"w": torch.zeros_like(state_of(1)["w"]), "b": torch.zeros(7)}
     reader = TierStorageReader(config_of(root))
-    dcp.load(state, storage_reader=reader, no_dist=True)
+    tierstore.dcp.load(state, storage_reader=reader, no_dist=True)
     reader.close()
     assert torch.equal(state["w"], state_of(1)["w"])
     assert checkpoint(root).replicas["node"] == "complete"
