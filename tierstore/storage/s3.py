@@ -43,8 +43,8 @@ class S3Storage:
         uri: ``s3://BUCKET/PREFIX``.
         options: As s3fs takes them (``key``, ``secret``, ``token``, ``anon``, ``profile``, ``endpoint_url``, ``client_kwargs``,
             ``config_kwargs``, ``s3_additional_kwargs``, …), and ``region_name``, ``addressing_style`` (``auto``, ``path``,
-            ``virtual``), ``checksums`` (``auto``, ``sha256``, ``required``, ``off``). Without credentials, botocore's usual
-            places are read.
+            ``virtual``), ``client`` (``s3fs``, ``direct``), ``checksums`` (``auto``, ``sha256``, ``required``, ``off``). Without
+            credentials, botocore's usual places are read.
         part_nbytes: The smallest part of a multipart upload, in bytes: whole MiB, 8 MiB and up.
         request_timeout_s: Seconds within which a request without a large body must be answered.
         stall_timeout_s: Seconds without a moved byte after which a transfer has stalled.
@@ -107,7 +107,7 @@ class S3Storage:
             clock or SystemClock(),
         )
         direct = DirectReads(self._requests, concurrency, min(5.0, request_timeout_s))
-        self._direct = direct if parsed.client == "auto" else None
+        self._direct = direct if parsed.client == "direct" else None
 
     def __repr__(self) -> str:
         return f"S3Storage({self._uri!r}, endpoint_url={self._endpoint!r})"

@@ -1,4 +1,4 @@
-"""Large ranged reads beside the S3 client: it signs, once for an object; the bytes come over sockets of our own into the caller's memory.
+"""Large ranged reads beside the S3 client: it signs, once for an object; threads with `http.client` read into the caller's memory.
 
 A signature need not cover the ``Range`` header (AWS, Signature Version 4: the host and what begins with ``x-amz-`` must be signed), and
 holds for 15 minutes: so one, made by the client for a read of the whole object, serves every range of it. The client is asked in full
@@ -13,9 +13,9 @@ import logging
 import os
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,7 +23,7 @@ from aiobotocore.awsrequest import AioAWSResponse
 from botocore.httpsession import create_urllib3_context, get_cert_path
 from botocore.utils import get_environ_proxies
 
-from tierstore.storage._http_range import Head, Lines, RangeRead, Server
+from tierstore.storage._http_range import Lines, RangeRead, Request, Server
 from tierstore.storage._threads import DaemonPool
 from tierstore.storage.s3_client import S3Requests
 
@@ -46,10 +46,9 @@ _ASKED: ContextVar[list[Any] | None] = ContextVar("tierstore_signed_requests", d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Signed:
-    """A signed request for an object without a range: all but the last line of its head."""
+    """A signed request for a whole object, and until when it is used."""
 
-    server: Server
-    head: str = field(repr=False)
+    request: Request
     until: float
 
 
@@ -71,7 +70,15 @@ class DirectReads:
         self._inherited: list[dict[int, _Here]] = []
 
     async def read(
-        self, key: str, start: int, buffer: memoryview, check: Callable[[Head], None], landed: Callable[[int], None], unit: int, first: int
+        self,
+        key: str,
+        start: int,
+        buffer: memoryview,
+        *,
+        check: Callable[[Mapping[str, str]], None],
+        landed: Callable[[int], None],
+        unit: int,
+        first: int,
     ) -> RangeRead | None:
         """Prepares the read of ``[start, start + buffer.nbytes)``; None where it is the client's. `run` does it.
 
@@ -93,15 +100,14 @@ class DirectReads:
         signed = await here.sign(key)
         if signed is None:
             return None
-        line = f"Range: bytes={start}-{start + buffer.nbytes - 1}\r\n\r\n"
-        request = (signed.head + line).encode("latin-1")
-        return RangeRead(here.lines, signed.server, request, buffer, check=check, landed=landed, unit=unit, first=first)
+        return RangeRead(here.lines, signed.request, start, buffer, check=check, landed=landed, unit=unit, first=first)
 
     async def run(self, key: str, read: RangeRead) -> bool:
         """Reads in a thread; False where it is the client's after all. Cancelled, it returns when nobody writes any more.
 
         Raises:
             ConnectionError: It broke in the middle.
+            asyncio.TimeoutError: No byte came for too long.
             Exception: What `check` and `landed` raise.
         """
         here = self._here()
@@ -114,6 +120,8 @@ class DirectReads:
             if not task.cancelled():
                 task.exception()  # seen, so that asyncio does not report it
             raise
+        except TimeoutError as error:  # of a socket: before Python 3.11 not what asyncio calls so
+            raise asyncio.TimeoutError from error
         here.judge(key, read, done)
         return done
 
@@ -148,7 +156,7 @@ class _Here:
 
     def __init__(self, requests: S3Requests, threads: int, connect_timeout_s: float) -> None:
         self.loop = asyncio.get_running_loop()
-        self.lines = Lines(connect_timeout_s, requests.patience.stall_timeout_s / 4)
+        self.lines = Lines(connect_timeout_s, requests.patience.stall_timeout_s)
         self.pool = DaemonPool(threads, "tierstore-s3")
         self._seen = 0
         self._requests = requests
@@ -220,16 +228,12 @@ class _Here:
         host = parts.hostname or ""
         shown = f"[{host}]" if ":" in host else host
         target = parts.path + (f"?{parts.query}" if parts.query else "")
-        lines = [f"GET {target or '/'} HTTP/1.1", f"Host: {shown}" + ("" if port == (443 if tls else 80) else f":{port}")]
+        headers = {"Host": shown if port == (443 if tls else 80) else f"{shown}:{port}", "Accept-Encoding": "identity"}
         for name, value in request.headers.items():
-            text = value.decode("latin-1") if isinstance(value, bytes) else str(value)
-            if name.lower() in ("host", "range", "accept-encoding", "connection", "content-length"):
-                continue
-            if "\r" in name + text or "\n" in name + text:
-                return None
-            lines.append(f"{name}: {text}")
-        head = "\r\n".join([*lines, "Accept-Encoding: identity", ""])
-        return _Signed(server=Server(host=host, port=port, tls=tls), head=head, until=until)
+            if name.lower() not in ("host", "range", "accept-encoding", "connection", "content-length"):
+                headers[name] = value.decode("latin-1") if isinstance(value, bytes) else str(value)
+        server = Server(host=host, port=port, tls=tls)
+        return _Signed(request=Request(server=server, target=target or "/", headers=headers), until=until)
 
     async def _context(self, session: Any) -> ssl.SSLContext | None:
         """TLS as the client does it (`botocore.httpsession`): its context, and whom it trusts."""

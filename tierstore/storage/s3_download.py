@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tierstore.errors import IntegrityError, StorageError, TemporaryError
-from tierstore.storage._http_range import Head
 from tierstore.storage.s3_client import S3Requests
 from tierstore.storage.s3_direct import DirectReads
 
@@ -107,8 +106,7 @@ class Download:
         begun = self._filled
         start, end = self._offset + begun, self._offset + buffer.nbytes
 
-        def check(head: Head) -> None:
-            told = head.headers
+        def check(told: Mapping[str, str]) -> None:
             length = told.get("content-length", "")
             self._check(
                 {
@@ -121,7 +119,13 @@ class Download:
             )
 
         read = await direct.read(
-            self._key, start, buffer[begun:], check, lambda nbytes: self._landed(begun + nbytes), self._unit, begun % self._unit
+            self._key,
+            start,
+            buffer[begun:],
+            check=check,
+            landed=lambda nbytes: self._landed(begun + nbytes),
+            unit=self._unit,
+            first=begun % self._unit,
         )
         if read is None:
             return False

@@ -30,7 +30,7 @@ _S3FS = (
     "use_ssl",
     "username",
 )
-_CLIENTS = ("auto", "s3fs")
+_CLIENTS = ("s3fs", "direct")
 _STYLES = ("auto", "path", "virtual")
 
 
@@ -41,7 +41,7 @@ class S3Options:
     checksums: str
     """One of `s3_checksums.MODES`."""
     client: str
-    """``auto``: large ranges are read beside s3fs (`s3_direct`); ``s3fs``: it does everything."""
+    """``s3fs``: it does everything; ``direct``: large ranges are read beside it (`s3_direct`)."""
     endpoint_url: str
     key_id: str
     s3fs: Mapping[str, Any] = field(repr=False)
