@@ -1,7 +1,7 @@
 # make demo    the main job on a small scale: train, save through three tiers, kill, resume, load from S3 alone
 # make test    everything that the tests need, servers included, then all tests
 # make check   linter, formatter, types
-# make bench   the benchmarks, against the peers
+# make bench   the benchmarks, against the peers: about 25 minutes; ARGS=--short: some; ARGS="--only save,load"
 # make reference    docs/reference/api.md, from the docstrings
 #
 # Needs Python 3.10 or newer and make. Set PYTHON to choose the interpreter, VENV for the environment's place.
@@ -39,8 +39,11 @@ check: $(VENV)/.dev
 	$(bin)/ruff format --check .
 	$(bin)/mypy
 
+# Peers that can't be installed are listed with the reason; they and what the plots need are never in the way of the benchmarks.
 bench: $(VENV)/.dev
-	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(python) $$script $(ARGS); done
+	@$(pip) -e '.[bench]' || echo "make: not all of the benchmarks' own packages could be installed"
+	@$(python) benchmarks/peers/installed.py || true
+	@$(python) benchmarks/run.py $(ARGS)
 
 reference:
 	$(PYTHON) tools/api_reference.py

@@ -42,10 +42,10 @@ def main() -> None:
 
 def load_rank(rank: int, options: dict[str, Any], side: int, repeat: int, counts: Counts) -> None:
     tier = {"name": "object", "uri": "s3://bench/ours", "options": options}
-    with tierstore.open({"run": "bench", "tiers": [tier]}, rank=rank, world_size=RANKS) as store:
-        ours, *others = far_peers(store, options).items()
-        alone = tierstore.LoadOptions(exchange="off")
-        peers = dict([(OURS, ours[1]), (ALONE, lambda into: store.load(into=into, options=alone)), *others])
+    config = {"run": "rows", "tiers": [tier]}
+    alone = tierstore.LoadOptions(exchange="off")
+    with tierstore.open(config, rank=rank, world_size=RANKS) as store, far_peers("rows", options, world_size=RANKS) as others:
+        peers = {OURS: others.pop(OURS), ALONE: lambda into: store.load(into=into, options=alone), **others}
         for name, (mesh, placements) in LAYOUTS.items():
             Bench(where=FAR, peers=peers, counters=counts.read).run(name, side, mesh, placements, repeat)
 

@@ -65,7 +65,7 @@ def _imports_torch(code: str, root: Path) -> bool:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    args = contest_arguments(__doc__ or "", nbytes="0B", repeat=7)
+    args = contest_arguments(__doc__ or "", nbytes="1B", repeat=7)
     for table in run(args.repeat, args.directory, args.without):
         table.show()
 

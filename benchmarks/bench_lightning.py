@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from common import arguments, change, scratch, state_nbytes, training_state
-from contest import DURABLE, ONE_NOTE, Contender, compete, fsync_all, nothing
+from contest import DURABLE, ONE_NOTE, Contender, compete
+from memory import fsync_all
+from peers.base import nothing
 
 warnings.simplefilter("ignore")
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO  # noqa: E402

@@ -49,7 +49,7 @@ def run(nbytes: int, repeat: int, directory: Path | None, without: Mapping[str, 
         for warm, peers in ((True, PEERS), (False, FRESH)):
             if not warm:
                 fact("fresh memory", how_fresh(nbytes))
-            turns = repeat if warm else max(2, repeat - 1)
+            turns = repeat if warm or repeat == 1 else repeat - 1
             tables += compete("warm" if warm else "fresh", peers, state, flat, nbytes, turns, root / f"warm-{warm}", without)
     return tables
 

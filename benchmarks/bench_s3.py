@@ -6,8 +6,10 @@ the client library allow.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,11 +28,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import tierstore
 from tierstore.testing.servers import embedded_server
 from tierstore.units import format_size
 
 LATENCY_S, RANKS = 0.020, 8
 FIRST = "master.embedding"
+_MATRICES, _ROWS = 4, "rows"
 
 
 def run(nbytes: int, repeat: int, directory: Path | None, without: Mapping[str, str]) -> list[Table]:
@@ -48,10 +52,8 @@ def run(nbytes: int, repeat: int, directory: Path | None, without: Mapping[str, 
         upload(sessions, state, flat, up, repeat)
         loaders = Sessions(s3.remote_loaders(options), root / "loaders", [down], without)
         everything(sessions, loaders, flat, down, repeat)
-        runs = {name: sessions.get(name)[1] for name in (s3.DCP, s3.CONNECTOR) if name in sessions.peers}
-        uris = {name: session.uri for name, session in runs.items() if isinstance(session, s3.Dcp)}
         sessions.close()
-        far = slices(options, flat, uris, repeat, without)
+        far = slices(options, nbytes, flat[FIRST], repeat, without)
     return [up, down, *far]
 
 
@@ -95,86 +97,113 @@ def everything(sessions: Sessions, loaders: Sessions, flat: State, table: Table,
             turns.attempt(name, [table], measure)
 
 
-def slices(options: dict[str, Any], flat: State, uris: Mapping[str, str], repeat: int, without: Mapping[str, str]) -> list[Table]:
-    """One rank of eight loads its rows of every tensor; and the first tensor is there, the store opened for it."""
-    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=RANKS)
-    mesh = init_device_mesh("cpu", (RANKS,))
-    rows = {name: tensor for name, tensor in flat.items() if tensor.ndim == 2 and tensor.shape[0] % RANKS == 0}
-    wanted = sum(t.nbytes // RANKS if name in rows else t.nbytes for name, t in flat.items())
+def slices(options: dict[str, Any], nbytes: int, first: torch.Tensor, repeat: int, without: Mapping[str, str]) -> list[Table]:
+    """One rank of eight loads its rows of four matrices; and one tensor is there, the store opened for it."""
+    side = max(RANKS, int((nbytes / _MATRICES / 4) ** 0.5) // 64 * 64)
+    matrices = {f"matrix.{i}": torch.randn(side, side, generator=torch.Generator().manual_seed(i)) for i in range(_MATRICES)}
+    wanted = sum(t.nbytes for t in matrices.values()) // RANKS
     far = f"{LATENCY_S * 1000:.0f} ms a request"
-    sliced = Table(f"One rank of {RANKS} loads its rows of {len(rows)} tensors from S3, {far}", wanted, s3.DCP, key="s3.rows")
-    first = Table(f"Time to the first tensor from S3, opening included, {far}", flat[FIRST].nbytes, s3.DCP, key="s3.first")
+    rows = Table(f"One rank of {RANKS} loads its rows of {_MATRICES} matrices, {far}", wanted, s3.DCP, key="s3.rows")
     requests = Table("Requests for those rows", 0, s3.DCP, key="s3.rows.requests", unit="")
     fetched = Table("Bytes fetched for those rows", 0, s3.DCP, key="s3.rows.fetched", unit="MiB")
-    with far_away(options["endpoint_url"], LATENCY_S) as (endpoint_url, counts):
+    one = Table(f"The first tensor of the state, opening included, {far}", first.nbytes, s3.DCP, key="s3.first")
+    tables = [rows, requests, fetched, one]
+    saved = save_matrices(options, {**matrices, FIRST: first}, tables, without)
+    fact("rows", f"{format_size(wanted)} wanted of {format_size(wanted * RANKS)}")
+    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=RANKS)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    with far_away(options["endpoint_url"], LATENCY_S) as (endpoint_url, counts), contextlib.ExitStack() as stores:
         there = {**options, "endpoint_url": endpoint_url}
-
-        def ours(run: str, more: dict[str, Any]) -> Callable[[Any], object]:
-            def load(into: Any) -> None:
-                session = s3.Ours(run, {**there, **more}, run=run)
-                try:
-                    session.store.load(into=into)
-                finally:
-                    session.close()
-
-            return load
-
-        def stock(reader: Any, uri: str) -> Callable[[Any], object]:
-            return lambda into: dcp.load(into, storage_reader=reader(uri), no_dist=True)
-
-        ways = {s3.OURS: ours("ours", {}), s3.OURS_OBSTORE: ours("ours-obstore", {"client": "obstore"})}
+        only = tierstore.LoadOptions(unexpected="ignore")  # FIRST is in the checkpoint, too
+        open_stores: dict[str, s3.Ours] = {}
+        ways: dict[str, Callable[[Any], object]] = {}
+        firsts: dict[str, Callable[[], object]] = {}
+        for name, more in ((s3.OURS, {"client": "s3fs"}), (s3.OURS_DIRECT, {"client": "direct"})):
+            if "ours" in saved and name not in without:
+                ways[name] = lambda into, more=more: opened(open_stores, stores, {**there, **more}).store.load(into=into, options=only)
+                firsts[name] = lambda more=more: lazily({**there, **more})
         for name, ends in ((s3.DCP, s3.fsspec_ends(there)), (s3.CONNECTOR, s3.connector_ends(there))):
-            if name in uris:
-                ways[name] = stock(ends[1], uris[name])
-        for table in (sliced, first, requests, fetched):
+            if name in saved:
+                ways[name] = lambda into, ends=ends, uri=saved[name]: dcp.load(into, storage_reader=ends[1](uri), no_dist=True)
+                firsts[name] = lambda way=ways[name]: way({FIRST: torch.zeros_like(first)})
+        for table in tables:
             for name in ways:
-                table.describe(name, kind="ours" if name.startswith("tierstore") else "peer")
-        turns = Turns([name for name in ways if name not in without], repeat=repeat)
+                table.describe(name, kind="ours" if name in (s3.OURS, s3.OURS_DIRECT) else "peer")
+        turns = Turns(ways, repeat=repeat)
         for turn, order in turns:
             for name in order:
 
                 def measure(name: str = name, turn: int = turn) -> None:
-                    into = {n: empty(t, mesh) if n in rows else torch.zeros_like(t) for n, t in flat.items()}
+                    into = {n: empty(t, mesh) for n, t in matrices.items()}
                     before = counts.read()
                     seconds = timed(ways[name], into)
                     after = counts.read()
                     if turn < 0:
                         rank = dist.get_rank()
-                        if not all(torch.equal(into[n].to_local(), t.chunk(RANKS)[rank]) for n, t in rows.items()):
+                        if not all(torch.equal(into[n].to_local(), t.chunk(RANKS)[rank]) for n, t in matrices.items()):
                             raise ValueError("what was loaded is not what was saved")
                         return
-                    sliced.add(name, seconds)
+                    rows.add(name, seconds)
                     requests.add(name, after[0] - before[0])
                     fetched.add(name, (after[1] - before[1]) / 2**20)
 
-                turns.attempt(name, [sliced, requests, fetched], measure)
-        readers = {name: lambda way=way: way({FIRST: torch.zeros_like(flat[FIRST])}) for name, way in ways.items()}
-        readers[s3.OURS] = lambda: lazily("ours", there)
-        readers[s3.OURS_OBSTORE] = lambda: lazily("ours-obstore", {**there, "client": "obstore"})
-        turns = Turns([name for name in readers if name not in turns.failed and name not in without], repeat=repeat)
+                turns.attempt(name, [rows, requests, fetched], measure)
+        turns = Turns([name for name in firsts if name not in turns.failed], repeat=repeat)
         for turn, order in turns:
             for name in order:
 
                 def measure_first(name: str = name, turn: int = turn) -> None:
-                    seconds = timed(readers[name])
+                    began = time.perf_counter()
+                    end = firsts[name]()
+                    seconds = time.perf_counter() - began
+                    if callable(end):
+                        end()  # closing is not waited for by anybody
                     if turn >= 0:
-                        first.add(name, seconds)
+                        one.add(name, seconds)
 
-                turns.attempt(name, [first], measure_first)
-    fact("rows", f"{format_size(wanted)} wanted of {format_size(sum(t.nbytes for t in flat.values()))}")
+                turns.attempt(name, [one], measure_first)
     dist.destroy_process_group()
-    return [sliced, requests, fetched, first]
+    return tables
 
 
-def lazily(run: str, options: dict[str, Any]) -> None:
-    """Opens the newest checkpoint and takes one tensor out of it."""
-    session = s3.Ours(run, options, run=run)
-    try:
-        checkpoint = session.store.open_checkpoint()
-        assert checkpoint is not None
-        checkpoint[FIRST].full()
-    finally:
+def save_matrices(options: dict[str, Any], state: State, tables: list[Table], without: Mapping[str, str]) -> dict[str, str]:
+    """Saves without latency; returns the URI that each reader reads, `ours` for both of tierstore's clients."""
+    saved = {}
+    turns = Turns([name for name in (s3.DCP, s3.CONNECTOR) if name not in without], repeat=1, warm_ups=0)
+
+    def ours() -> None:
+        session = s3.Ours(_ROWS, options)
+        session.save(state, 0)()
         session.close()
+
+    turns.attempt("ours", tables, ours)
+    if "ours" not in turns.failed:
+        saved["ours"] = _ROWS
+    for name, ends in ((s3.DCP, s3.fsspec_ends(options)), (s3.CONNECTOR, s3.connector_ends(options))):
+        if name not in without:
+            session = s3.Dcp(*ends, f"rows-{'dcp' if name == s3.DCP else 'connector'}")
+            turns.attempt(name, tables, lambda session=session: session.save(state, 0)())
+            if name not in turns.failed:
+                saved[name] = session.uri
+    return saved
+
+
+def opened(those: dict[str, s3.Ours], stores: contextlib.ExitStack, options: dict[str, Any]) -> s3.Ours:
+    """A store that a training process has opened; the first turn, which warms up, opens it."""
+    client = str(options["client"])
+    if client not in those:
+        those[client] = s3.Ours(_ROWS, options)
+        stores.callback(those[client].close)
+    return those[client]
+
+
+def lazily(options: dict[str, Any]) -> Callable[[], object]:
+    """Opens the newest checkpoint and takes one tensor out of it; returns what closes the store."""
+    session = s3.Ours(_ROWS, options)
+    checkpoint = session.store.open_checkpoint()
+    assert checkpoint is not None
+    checkpoint[FIRST].full()
+    return session.close
 
 
 def empty(tensor: torch.Tensor, mesh: Any) -> DTensor:

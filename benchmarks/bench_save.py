@@ -44,7 +44,7 @@ def run(nbytes: int, repeat: int, directory: Path | None, without: Mapping[str, 
         first_saves(flat, root / "first")
         sessions = Sessions(PEERS, root, [stall, total, extra], without)
         slow: set[str] = set()
-        turns = Turns(sessions.peers, repeat=repeat)
+        turns = Turns(sessions.peers, repeat=repeat, warm_ups=2)  # two images take turns where the tier keeps one
         for turn, order in turns:
             change(state)
             if turn >= 0:

@@ -6,15 +6,14 @@ dropped first, for some writers (tierstore's is one) go past the cache, and othe
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from measure import Table, timed
-from memory import settle
+from measure import Table, Turns, timed
+from memory import forget, settle
 
 import tierstore
 
@@ -67,16 +66,28 @@ def compete(title: str, nbytes: int, contenders: Sequence[Contender], advance: C
     stall = Table(f"{title}, stall: how long a save keeps training", nbytes, first.name)
     total = Table(f"{title}, from the call until …", nbytes, _row(first, next(iter(first.until))))
     loading = Table(f"{title}, load, from the disk", nbytes, first.name)
-    for turn in range(-WARM_UPS, repeat):
+    tables = [stall, total, loading]
+    by_name = {contender.name: contender for contender in contenders}
+    turns = Turns(by_name, repeat=repeat, warm_ups=WARM_UPS)
+    for turn, order in turns:
         step = turn + WARM_UPS + 1
         advance(step)
-        order = [contenders[(turn + n) % len(contenders)] for n in range(len(contenders))]
-        for contender in order:
-            _save(contender, step, *((stall, total) if turn >= 0 else (_unseen(), _unseen())))
-        for contender in order:
+        counted = turn >= 0
+
+        def save(name: str, step: int = step, counted: bool = counted) -> None:
+            _save(by_name[name], step, *((stall, total) if counted else (None, None)))
+
+        def load(name: str, step: int = step, counted: bool = counted) -> None:
             settle()
-            forget(contender.files)
-            (loading if turn >= 0 else _unseen()).add(contender.name, timed(contender.load, step))
+            forget(by_name[name].files)
+            seconds = timed(by_name[name].load, step)
+            if counted:
+                loading.add(name, seconds)
+
+        for work in (save, load):
+            for name in order:
+                if name not in turns.failed:
+                    turns.attempt(name, tables, lambda work=work, name=name: work(name))  # type: ignore[misc]
         for contender in contenders:
             contender.clean(step)
     print(f"\n{title}; each turn another one first; {WARM_UPS} turns of all before that are not counted")
@@ -84,31 +95,6 @@ def compete(title: str, nbytes: int, contenders: Sequence[Contender], advance: C
         print(f"  {contender.name}: {contender.note}")
     for table in (stall, total, loading):
         table.show()
-
-
-def fsync_all(folder: Path) -> None:
-    """What a framework leaves out that does not sync: its files, and the folders that name them, are on the disk when this returns."""
-    for path in [folder, *folder.rglob("*")]:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-def forget(folder: Path) -> None:
-    """Drops the files below `folder` from the page cache, as far as they are written out."""
-    for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink():
-            fd = os.open(path, os.O_RDONLY)
-            try:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
-
-
-def nothing() -> None:
-    """What is waited for where a save is done when it returns."""
 
 
 def one_tier(root: Path) -> tierstore.Store:
@@ -144,20 +130,19 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _save(contender: Contender, step: int, stall: Table, total: Table) -> None:
+def _save(contender: Contender, step: int, stall: Table | None, total: Table | None) -> None:
+    """Saves and waits; without tables nothing is counted."""
     contender.prepare(step)
     settle()
     began = time.perf_counter()
     contender.save(step)
-    stall.add(contender.name, time.perf_counter() - began)
+    if stall is not None:
+        stall.add(contender.name, time.perf_counter() - began)
     for milestone, wait in contender.until.items():
         wait()
-        total.add(_row(contender, milestone), time.perf_counter() - began)
+        if total is not None:
+            total.add(_row(contender, milestone), time.perf_counter() - began)
 
 
 def _row(contender: Contender, milestone: str) -> str:
     return f"{contender.name}: {milestone}"
-
-
-def _unseen() -> Table:
-    return Table("", 0, "")

@@ -7,9 +7,11 @@ from typing import Any
 
 import deepspeed
 import torch
-from contest import ONE_NOTE, TWO_NOTE, Contender, compete, fsync_all, nothing, one_tier, remove, two_tiers, until_durable
+from contest import ONE_NOTE, TWO_NOTE, Contender, compete, one_tier, remove, two_tiers, until_durable
 from deepspeed.utils import logger
 from engines_plain import batch_of, linears
+from memory import fsync_all
+from peers.base import nothing
 
 from tierstore.integrations.deepspeed import install
 

@@ -12,10 +12,11 @@ from unittest import mock
 import megatron.core
 import torch
 from common import change, state_nbytes, training_state
-from contest import DURABLE_TWICE, ONE_NOTE, TWO_NOTE, Contender, compete, nothing, one_tier, remove, two_tiers, until_durable
+from contest import DURABLE_TWICE, ONE_NOTE, TWO_NOTE, Contender, compete, one_tier, remove, two_tiers, until_durable
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from peers.base import nothing
 
 from tierstore.integrations import megatron as door
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contest import ONE_NOTE, TWO_NOTE, Contender, compete, nothing, one_tier, two_tiers, until_durable
+from contest import ONE_NOTE, TWO_NOTE, Contender, compete, one_tier, two_tiers, until_durable
+from peers.base import nothing
 
 import tierstore
 

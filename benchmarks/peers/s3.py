@@ -19,7 +19,7 @@ from peers.files import save_file, stream
 from peers.limits import memcpy
 
 BUCKET = "bench"
-OURS, OURS_OBSTORE = "tierstore (s3fs)", "tierstore, client: obstore"
+OURS, OURS_DIRECT = "tierstore (s3fs)", "tierstore, client: direct"
 DCP, CONNECTOR = "DCP FsspecWriter/Reader on s3fs", "s3torchconnector S3StorageWriter/Reader"
 _PART, _CONCURRENT = 8 << 20, 8
 
@@ -122,14 +122,19 @@ class Streamed(Remote):
 def remote_peers(options: Options) -> list[Peer]:
     """Everyone who saves to and loads from the server that the options name."""
     return [
-        _peer(OURS, "SHA-256 of every block; loads prove every block", lambda: Ours("ours", options), kind="ours", proves=True),
         _peer(
-            OURS_OBSTORE,
-            "the same, reads through obstore",
-            lambda: Ours("ours-obstore", {**options, "client": "obstore"}),
+            OURS,
+            "SHA-256 of every block; loads prove every block",
+            lambda: Ours("ours", {**options, "client": "s3fs"}),
             kind="ours",
             proves=True,
-            needs=("obstore",),
+        ),
+        _peer(
+            OURS_DIRECT,
+            "the same, ranges over connections of its own",
+            lambda: Ours("ours-direct", {**options, "client": "direct"}),
+            kind="ours",
+            proves=True,
         ),
         _peer(DCP, "no hash, no check", lambda: Dcp(*fsspec_ends(options), "dcp")),
         _peer(CONNECTOR, "no hash, no check", lambda: Dcp(*connector_ends(options), "connector"), needs=("s3torchconnector.dcp",)),

@@ -1,0 +1,101 @@
+"""Draws the pictures of docs/performance.md from the results: docs/images/bench-*.png and .svg.
+
+python benchmarks/plots.py [RESULTS.json]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from measure import Row, Table
+from run import LATEST, tables_of
+
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+_OURS, _PEER, _LIMIT = "#0b6e4f", "#8d99ae", "#d9a441"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A bar for each row of a table; the shorter the faster where it shows seconds."""
+
+    name: str
+    key: str
+    title: str
+    unit: str = "seconds (median; the line: fastest and slowest)"
+    scale: float = 1.0
+
+
+PICTURES = [
+    Picture(name="stall", key="save.stall", title="How long a save keeps training"),
+    Picture(name="persist-warm", key="persist.warm", title="From the call until synced on the disk, memory warm"),
+    Picture(name="persist-fresh", key="persist.fresh", title="From the call until synced on the disk, memory fresh"),
+    Picture(name="load-cold", key="load.cold", title="Load from a cold local disk"),
+    Picture(name="s3-upload", key="s3.upload", title="Upload to an S3 server on the same cores"),
+    Picture(name="s3-load", key="s3.load", title="Load everything from S3"),
+    Picture(name="s3-rows", key="s3.rows", title="One rank of eight loads its rows from S3, 20 ms a request"),
+]
+
+
+def draw(picture: Picture, table: Table, folder: Path) -> None:
+    """Writes the PNG and the SVG."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"font.size": 11, "svg.hashsalt": "tierstore", "svg.fonttype": "path", "font.family": "DejaVu Sans"})
+    rows = sorted(table.measured(), key=lambda row: row.median, reverse=True)
+    figure, axes = plt.subplots(figsize=(9.5, 1.4 + 0.36 * len(rows)), layout="constrained")
+    medians = [row.median for row in rows]
+    spread = [[m - min(row.values) for m, row in zip(medians, rows, strict=True)], [max(r.values) - r.median for r in rows]]
+    axes.barh(
+        range(len(rows)), medians, xerr=spread, color=[_color(row) for row in rows], height=0.68, error_kw={"ecolor": "#333333", "lw": 1}
+    )
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    widest = max(max(row.values) for row in rows)
+    for at, row in enumerate(rows):
+        axes.text(max(row.values) + widest * 0.012, at, f"{row.median:.3g} s", va="center", fontsize=10)
+    axes.set_xlim(0, widest * 1.12)
+    axes.set_xlabel(picture.unit)
+    axes.set_title(picture.title, loc="left", fontweight="bold")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    kinds = {_color(row) for row in rows}
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in (_OURS, _PEER, _LIMIT) if color in kinds]
+    names = [name for color, name in ((_OURS, "tierstore"), (_PEER, "peers"), (_LIMIT, "limits")) if color in kinds]
+    axes.legend(handles, names, loc="upper right", frameon=False, fontsize=10)
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / f"bench-{picture.name}.png", dpi=110, metadata={"Software": ""})
+    figure.savefig(folder / f"bench-{picture.name}.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
+def draw_all(document: dict[str, Any], folder: Path, draw_one: Callable[[Picture, Table, Path], None] = draw) -> list[str]:
+    """Draws what was measured; returns the names."""
+    tables = {table.key: table for table in tables_of(document)}
+    drawn = []
+    for picture in PICTURES:
+        table = tables.get(picture.key)
+        if table is not None and table.measured():
+            draw_one(picture, table, folder)
+            drawn.append(picture.name)
+    return drawn
+
+
+def _color(row: Row) -> str:
+    return {"ours": _OURS, "limit": _LIMIT}.get(row.kind, _PEER)
+
+
+def main() -> None:
+    source = Path(sys.argv[1]) if len(sys.argv) > 1 else LATEST
+    folder = Path(sys.argv[2]) if len(sys.argv) > 2 else IMAGES
+    print("pictures:", ", ".join(draw_all(json.loads(source.read_text(encoding="utf-8")), folder)))
+
+
+if __name__ == "__main__":
+    main()

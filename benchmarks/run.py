@@ -1,0 +1,238 @@
+"""The one command of all benchmarks: runs the suites one after the other, judges the targets, writes JSON, plots and the page.
+
+    make bench                                  all, about 25 minutes on two cores: benchmarks/results/latest.json, docs/performance.md
+    make bench ARGS=--short                     all at small sizes, some minutes: only .cache/bench/short.json
+    make bench ARGS="--only save,load"          some: only .cache/bench/partial.json
+    make bench ARGS="--only s3 --merge"         a suite again, put in its place in benchmarks/results/latest.json and on the page
+
+A suite that fails, or does not end, is listed with the reason, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from machine import load_average, machine, now
+from measure import JOURNAL, Table, read_journal
+from suites import SUITES, Suite
+from targets import judged, lines
+
+HERE = Path(__file__).parent
+LATEST = HERE / "results" / "latest.json"
+CACHE = HERE.parent / ".cache" / "bench"
+TOTAL_S, SHORT_S = 25 * 60, 5 * 60
+_RESTARTS = 3
+
+
+@dataclass(slots=True, kw_only=True)
+class Ran:
+    """What came of a suite."""
+
+    name: str
+    command: str
+    at: str
+    load_average: float
+    seconds: float = 0.0
+    ended: str = "not run"
+    tables: list[Table] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    output: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "command": self.command,
+            "at": self.at,
+            "load_average": self.load_average,
+            "seconds": round(self.seconds, 1),
+            "ended": self.ended,
+            "facts": self.facts,
+            "tables": [table.as_json() for table in self.tables],
+            "output": self.output.splitlines(),
+        }
+
+
+def run_suite(suite: Suite, arguments: Sequence[str], limit_s: float, *, program: Path | None = None) -> Ran:
+    """Runs a suite in a process of its own; if one of its peers ends that process, again without the peer, with what time is left."""
+    command = [sys.executable, str(program or HERE / suite.program), *arguments]
+    ran = Ran(
+        name=suite.name, command=" ".join(["python", f"benchmarks/{suite.program}", *arguments]), at=now(), load_average=load_average()
+    )
+    began = time.monotonic()
+    without: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for attempt in range(_RESTARTS + 1):
+            journal = Path(folder) / f"journal-{attempt}"
+            left = limit_s - (time.monotonic() - began)
+            more = ["--without", json.dumps(without)] if without else []
+            code, ran.output, said = _execute([*command, *more], journal, max(5.0, left))
+            found = read_journal(journal)
+            ran.tables, ran.facts = found.tables, found.facts
+            ran.ended = "done" if code == 0 else f"not done after {limit_s:g} s" if code is None else f"exit code {code}: {said}"
+            if code in (0, None) or not suite.contest or found.doing is None or found.doing in without:
+                break
+            without[found.doing] = f"its process ended ({signal.Signals(-code).name if code < 0 else f'exit code {code}: {said}'})"
+    ran.seconds = time.monotonic() - began
+    return ran
+
+
+def _execute(command: list[str], journal: Path, limit_s: float) -> tuple[int | None, str, str]:
+    """Runs a command and shows what it prints; None as exit code if it had to be ended. Returns what it printed, and its last error."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    log = CACHE / f"{Path(command[1]).stem}.log"
+    environment = {
+        **os.environ,
+        JOURNAL: str(journal),
+        "PYTHONWARNINGS": "ignore",
+        "TIERSTORE_PROGRESS": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    printed: list[str] = []
+    with log.open("w", encoding="utf-8") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, start_new_session=True)
+        assert process.stdout is not None
+        reader = threading.Thread(target=_copy, args=(process.stdout, printed), daemon=True)
+        reader.start()
+        try:
+            code: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end(process)
+        reader.join(5)
+        if not reader.is_alive():
+            process.stdout.close()
+    said = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return code, "".join(printed), said[-1][:300] if said else "nothing was said"
+
+
+def _copy(source: Any, into: list[str]) -> None:
+    for line in source:
+        into.append(line)
+        print(line, end="", flush=True)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends the process and all that it started in its session: servers, ranks, a peer's processes."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="suites, with commas: " + ",".join(suite.name for suite in SUITES))
+    parser.add_argument("--short", action="store_true", help="small sizes, some minutes")
+    parser.add_argument("--nbytes", help="another size, for all suites that have one")
+    parser.add_argument("--repeat", help="another number of repetitions")
+    parser.add_argument("--directory", type=Path, help="where files are made: on the disk that is to be measured (default ./.cache/bench)")
+    parser.add_argument("--merge", action="store_true", help="with --only: into benchmarks/results/latest.json")
+    parser.add_argument("--output", type=Path, help="where the results are written")
+    parser.add_argument("--limit", type=float, help=f"seconds for all; later suites are not run (default {TOTAL_S}, --short {SHORT_S})")
+    args = parser.parse_args()
+    names = [name for name in args.only.split(",") if name]
+    if unknown := set(names) - {suite.name for suite in SUITES}:
+        parser.error(f"no such suite: {', '.join(sorted(unknown))}")
+    chosen = [suite for suite in SUITES if not names or suite.name in names]
+    quotable = not args.short and not args.nbytes and not args.repeat and (not names or args.merge)
+    output = args.output or (LATEST if quotable else CACHE / ("short.json" if args.short else "partial.json"))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    limit_s = args.limit or (SHORT_S if args.short else TOTAL_S)
+    document = _begin(output if args.merge else None, args)
+    began = time.monotonic()
+    for suite in chosen:
+        left = limit_s - (time.monotonic() - began)
+        print(f"\n==== {suite.name}", flush=True)
+        if left < 10 or not (HERE / suite.program).exists():
+            ran = Ran(name=suite.name, command=suite.program, at=now(), load_average=load_average())
+            ran.ended = "not run: the time was over" if left < 10 else "not run: there is no such program"
+        else:
+            ran = run_suite(suite, _arguments(suite, args), min(suite.limit_s, left))
+        if ran.ended != "done":
+            print(f"{suite.name}: {ran.ended}", flush=True)
+            _show_partial(ran)
+        document["suites"][suite.name] = ran.as_json()
+        _write(document, output)
+    print(f"\n==== targets ({time.monotonic() - began:.0f} s in all; load average before each suite: {_loads(document)})\n")
+    print("\n".join(lines(judged(tables_of(document)))))
+    print(f"\nwritten: {_shown(output)}")
+    if output == LATEST:
+        _publish()
+    return 0 if all(document["suites"][suite.name]["ended"] == "done" for suite in chosen) else 1
+
+
+def tables_of(document: dict[str, Any]) -> list[Table]:
+    """All tables of the results."""
+    return [Table.of_json(table) for suite in document["suites"].values() for table in suite["tables"]]
+
+
+def _begin(merged: Path | None, args: argparse.Namespace) -> dict[str, Any]:
+    suites: dict[str, Any] = {}
+    if merged is not None and merged.exists():
+        suites = json.loads(merged.read_text(encoding="utf-8"))["suites"]
+    directory = args.directory or CACHE
+    directory.mkdir(parents=True, exist_ok=True)
+    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "version": 1,
+        "at": now(),
+        "revision": revision,
+        "short": bool(args.short),
+        "machine": machine(directory),
+        "suites": suites,
+        "targets": [],
+    }
+
+
+def _write(document: dict[str, Any], output: Path) -> None:
+    document["targets"] = [verdict.as_json() for verdict in judged(tables_of(document))]
+    order = [suite.name for suite in SUITES]
+    document["suites"] = dict(sorted(document["suites"].items(), key=lambda item: order.index(item[0])))
+    temporary = output.with_suffix(".tmp")
+    temporary.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(output)
+
+
+def _arguments(suite: Suite, args: argparse.Namespace) -> list[str]:
+    given = list(suite.short if args.short else suite.full)
+    for option, value in (("--nbytes", args.nbytes), ("--repeat", args.repeat)):
+        if value and option in suite.takes:
+            given += [option, value]  # the later one counts
+    return [*given, "--directory", str(args.directory)] if args.directory else given
+
+
+def _show_partial(ran: Ran) -> None:
+    """The tables of a suite that could not print them itself."""
+    for table in ran.tables:
+        table.show()
+
+
+def _loads(document: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {suite['load_average']}" for name, suite in document["suites"].items())
+
+
+def _shown(path: Path) -> str:
+    return os.path.relpath(path)
+
+
+def _publish() -> None:
+    """Pictures and page, by programs of their own: what is missing for them must not cost the figures."""
+    for program in ("plots.py", "page.py"):
+        subprocess.run([sys.executable, str(HERE / program)], check=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""The suites of `make bench`: which program, at which sizes, and how long each may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """A program `bench_<name>.py`, run in a process of its own.
+
+    Attributes:
+        name: After `--only`.
+        full: Its arguments at the sizes that figures are quoted of.
+        short: The same for a run of some minutes.
+        limit_s: Seconds after which it is ended; what it has measured until then counts.
+        contest: It takes `--without`, so that it can go on without a peer that ended its process.
+        takes: Which of `--nbytes` and `--repeat` of the command line it takes.
+    """
+
+    name: str
+    full: tuple[str, ...] = ()
+    short: tuple[str, ...] = ()
+    limit_s: float = 180
+    contest: bool = False
+    takes: tuple[str, ...] = field(default=("--nbytes", "--repeat"))
+
+    @property
+    def program(self) -> str:
+        return f"bench_{self.name}.py"
+
+
+def _sized(name: str, full: str, short: str, limit_s: float, *, contest: bool = False) -> Suite:
+    """`full` and `short` are a size and a number of repetitions."""
+    (big, many), (small, few) = full.split(), short.split()
+    return Suite(
+        name=name,
+        full=("--nbytes", big, "--repeat", many),
+        short=("--nbytes", small, "--repeat", few),
+        limit_s=limit_s,
+        contest=contest,
+    )
+
+
+SUITES = [
+    _sized("save", "2GiB 5", "128MiB 2", 240, contest=True),
+    _sized("persist", "2GiB 3", "128MiB 1", 480, contest=True),
+    _sized("load", "1GiB 3", "128MiB 1", 270, contest=True),
+    _sized("s3", "256MiB 3", "32MiB 1", 240, contest=True),
+    Suite(name="import", full=("--repeat", "7"), short=("--repeat", "3"), limit_s=90, contest=True, takes=("--repeat",)),
+    Suite(name="scale", full=(), short=("--short",), limit_s=180, takes=()),
+    _sized("files", "128MiB 3", "16MiB 1", 60),
+    _sized("lightning", "256MiB 3", "32MiB 1", 90),
+    _sized("transformers", "64MiB 3", "16MiB 1", 90),
+    _sized("engines", "100MB 3", "20MB 1", 150),
+    _sized("exchange", "64MiB 2", "16MiB 1", 90),
+    Suite(name="index", full=("--short",), short=("--short",), limit_s=90, takes=()),
+    Suite(
+        name="retention",
+        full=("--checkpoints", "10000", "--files", "2000", "--nbytes", "64MiB", "--repeat", "2"),
+        short=("--checkpoints", "1000", "--files", "200", "--nbytes", "16MiB", "--repeat", "1"),
+        limit_s=150,
+    ),
+    Suite(name="real_model", full=("--repeat", "3"), short=("--repeat", "1"), limit_s=60, takes=("--repeat",)),
+    _sized("reshard", "64MiB 2", "8MiB 1", 180),
+]
+"""In the order in which they run: those that the targets are about first, for the whole run has a limit."""
