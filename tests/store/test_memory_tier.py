@@ -105,9 +105,7 @@ def test_the_bytes_are_copied_once_into_memory_and_once_to_the_disk(
     assert torch.equal(store.load()["w"], state_of(0)["w"])
 
 
-def test_two_images_take_turns_and_no_save_makes_fresh_memory(
-    opened: Callable[..., tierstore.Store], tmp_path: Path
-) -> None:
+def test_two_images_take_turns_and_no_save_makes_fresh_memory(opened: Callable[..., tierstore.Store], tmp_path: Path) -> None:
     store = opened()
     pool = store._pool
     prepared = store.prepare(state_of(0))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain, islice
 
 __all__ = ["CopyThreads", "default_threads"]
 
@@ -46,27 +46,35 @@ class CopyThreads:
         """Runs all of `works`, in any order, and returns when they are done.
 
         Args:
-            works: What releases the GIL, for the most part.
+            works: What releases the GIL, for the most part; asked for one by one, by the threads as they get to them.
             meanwhile: Run by the caller's thread first.
 
         Raises:
             Exception: What one of them raised; the others that were begun have ended, the rest is not run.
         """
-        left = deque(works)
+        source = iter(works)
+        known = list(islice(source, 2))
+        left, turn = chain(known, source), threading.Lock()
+        ended = False
 
         def drain() -> None:
-            while True:
-                try:
-                    work = left.popleft()
-                except IndexError:
+            nonlocal ended
+            while not ended:
+                with turn:
+                    work = next(left, None)
+                if work is None:
                     return
-                work()
+                try:
+                    work()
+                except BaseException:
+                    ended = True
+                    raise
 
         helpers: list[Future[None]] = []
-        pool = self._threads() if len(left) > 1 or (left and meanwhile is not None) else None
+        pool = self._threads() if len(known) > 1 or (known and meanwhile is not None) else None
         if pool is not None:
             try:
-                helpers = [pool.submit(drain) for _ in range(min(self.count - 1, len(left)))]
+                helpers = [pool.submit(drain) for _ in range(self.count - 1)]
             except RuntimeError:
                 pass  # the interpreter is ending and starts no thread any more: this one does it all
         try:
@@ -74,11 +82,11 @@ class CopyThreads:
                 meanwhile()
             drain()
         except BaseException:
-            left.clear()
+            ended = True
             raise
         finally:
-            ended = [helper.exception() for helper in helpers]
-        for error in ended:
+            errors = [helper.exception() for helper in helpers]
+        for error in errors:
             if error is not None:
                 raise error
 

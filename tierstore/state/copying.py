@@ -9,7 +9,7 @@ OpenMP threads per Python thread, and independent of `torch.set_num_threads`. Wh
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -64,32 +64,35 @@ def _copy(
     threads: CopyThreads,
     send: Callable[[Sequence[Move], memoryview], Sequence[Move]] | None,
 ) -> None:
+    others = [m for m in moves if m.nbytes and not (m.tensor.is_cpu and m.tensor.is_contiguous())]
+    if others:
+        odd = {id(m) for m in others}
+        moves = [m for m in moves if id(m) not in odd]
+        if send is not None:
+            others = list(send(others, image))
+    works = (partial(_move, piece) for piece in _pieces(moves, image))  # the first is copied while the others are still listed
+    threads.run(works, (lambda: _gather(others, image)) if others else None)
+
+
+def _pieces(moves: Sequence[Move], image: memoryview) -> Iterator[list[tuple[int, int, int]]]:
+    """What one thread moves at a time, as (to, from, bytes); of contiguous host memory."""
     base = ctypes.addressof(ctypes.c_char.from_buffer(image)) if moves else 0
-    pieces: list[list[tuple[int, int, int]]] = []
     batch: list[tuple[int, int, int]] = []
     room = _PIECE_NBYTES
-    others: list[Move] = []
     for move in moves:
         left = move.nbytes
-        if left == 0:
+        if not left:
             continue
-        tensor = move.tensor
-        if not tensor.is_cpu or not tensor.is_contiguous():
-            others.append(move)
-            continue
-        source, target = tensor.data_ptr(), base + move.begin
+        source, target = move.tensor.data_ptr(), base + move.begin
         while left:
             count = left if left < room else room
             batch.append((target, source, count))
             source, target, left, room = source + count, target + count, left - count, room - count
             if room == 0:
-                pieces.append(batch)
+                yield batch
                 batch, room = [], _PIECE_NBYTES
     if batch:
-        pieces.append(batch)
-    if others and send is not None:
-        others = list(send(others, image))
-    threads.run([partial(_move, piece) for piece in pieces], (lambda: _gather(others, image)) if others else None)
+        yield batch
 
 
 def _move(piece: Sequence[tuple[int, int, int]]) -> None:

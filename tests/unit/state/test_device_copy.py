@@ -22,7 +22,6 @@ from tierstore.state.load import load_state
 from tierstore.state.stage import prepare, stage
 from tierstore.state.stage_chunks import ChunkSpec, PlannedChunk, stage_chunks
 
-
 _turn = threading.RLock()
 """The device does one thing after the other, whoever asks."""
 
