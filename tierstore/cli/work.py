@@ -42,7 +42,8 @@ def sync(
 
 def _sync_run(cli: Cli, session: Session, run: str, wait: bool) -> ReconcileReport:
     tiers = session.tiers
-    copies = [c for c in pending(session.run(scan(tiers, run, session.new_cache())), tiers) if not cli.only or c.tier in cli.only]
+    cache = session.new_cache()
+    copies = [c for c in pending(session.run(scan(tiers, run, cache)), tiers) if not cli.only or c.tier in cli.only]
     if cli.options.dry_run:
         for copy in copies:
             _tell(cli, copy, "pending", "")
@@ -55,7 +56,9 @@ def _sync_run(cli: Cli, session: Session, run: str, wait: bool) -> ReconcileRepo
             max_bandwidth=cli.bwlimit,
             progress=progress,
         )
-        report = session.run(reconcile(tiers, run, clock=cli.clock, context=context, only=cli.only or None, wait_s=None if wait else 0.0))
+        wait_s = None if wait else 0.0
+        work = reconcile(tiers, run, clock=cli.clock, context=context, only=cli.only or None, wait_s=wait_s, cache=cache)
+        report = session.run(work)
     for copy in report.done:
         _tell(cli, copy, "done", "")
     for copy, reason in report.waiting:

@@ -20,6 +20,7 @@ from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.leftovers import sweep_leftovers
 from tierstore.tiers.locks import RunLock, lock_path
 from tierstore.tiers.pending import Copy, CopyKind, pending
+from tierstore.tiers.record_cache import RecordCache
 from tierstore.tiers.tier import Tier, Tiers, ensure_tier
 from tierstore.tiers.view import further
 
@@ -84,6 +85,7 @@ async def reconcile(
     commit_only: bool = False,
     lock: RunLock | None = None,
     wait_s: float | None = 0.0,
+    cache: RecordCache | None = None,
 ) -> ReconcileReport:
     """Works off everything that is pending for a run, once, newest first: commits complete attempts, completes replicas, promotes.
 
@@ -98,18 +100,20 @@ async def reconcile(
         commit_only: Stop after the authority: what `resume` needs before it looks for the newest checkpoint.
         lock: The run's lock, where the caller has one.
         wait_s: Seconds to wait for another process that works on this node; None: without end.
+        cache: Records that are known already: of 10,000 checkpoints each one that is not costs a request.
 
     Raises:
         LockedError: Another process is at it (``context["pid"]``).
         StorageError: The catalog can't be read.
     """
     context = context or CopyContext.make(tiers, clock)
+    cache = cache if cache is not None else RecordCache()
     lock = lock or RunLock(lock_path(tiers, run), run)
     async with lock.hold(wait_s=wait_s):
         if not commit_only:
             await sweep_leftovers(tiers)
-        before = await _work_off(context, run, only, near=True)
-        reports = [before] if commit_only else [before, await _work_off(context, run, only, near=False)]
+        before = await _work_off(context, run, cache, only, near=True)
+        reports = [before] if commit_only else [before, await _work_off(context, run, cache, only, near=False)]
     return ReconcileReport(
         done=tuple(c for r in reports for c in r.done),
         waiting=tuple(w for r in reports for w in r.waiting),
@@ -117,10 +121,10 @@ async def reconcile(
     )
 
 
-async def _work_off(context: CopyContext, run: str, only: Sequence[str] | None, *, near: bool) -> ReconcileReport:
+async def _work_off(context: CopyContext, run: str, cache: RecordCache, only: Sequence[str] | None, *, near: bool) -> ReconcileReport:
     """One look at the catalog, then its copies: the authority and the tiers before it one after the other, all others at once."""
     tiers = context.tiers
-    wanted = [c for c in pending(await scan(tiers, run), tiers) if only is None or c.tier in only]
+    wanted = [c for c in pending(await scan(tiers, run, cache), tiers) if only is None or c.tier in only]
     far = {t.name for t in further(tiers)}
     if near:
         # Commits first: a replica can only be completed once its checkpoint is committed.

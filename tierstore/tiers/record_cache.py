@@ -28,15 +28,25 @@ class RecordCache:
         self._store = store
         self._roots: dict[tuple[str, str], dict[str, tuple[str, Record]]] = {}
         self._new: dict[tuple[str, str], set[str]] = {}
+        self._loading: dict[tuple[str, str], asyncio.Future[dict[str, tuple[str, Record]]]] = {}
         self._warned: set[str] = set()
 
     async def load(self, tier: str, root: str, listed: Mapping[str, FileInfo]) -> None:
         """Takes in what the disk has of a run's log root, the first time that it is asked for. `listed`: the records' files by path."""
         if (tier, root) in self._roots:
+            loading = self._loading.get((tier, root))
+            if loading is not None and loading.get_loop() is asyncio.get_running_loop():
+                await asyncio.wait([loading])  # two looks at once: the second is not to read from the tier what the first finds on the disk
             return
         records = self._roots[tier, root] = {}
-        if self._store is not None:
-            records.update(await asyncio.to_thread(_load, self._store, tier, root, listed))
+        if self._store is None:
+            return
+        loading = self._loading[tier, root] = asyncio.ensure_future(asyncio.to_thread(_load, self._store, tier, root, listed))
+        try:
+            found = await loading
+        finally:
+            self._loading.pop((tier, root), None)
+        records.update({path: one for path, one in found.items() if path not in records})
 
     async def save(self, tier: str, root: str, listed: Mapping[str, FileInfo]) -> None:
         """Keeps on the disk what was read since the last time below a run's log root; what is not listed any more is forgotten."""

@@ -1,17 +1,37 @@
-"""Room on a tier: what is written has to fit before it is begun, into the storage and into the capacity that the tier was given."""
+"""Room on a tier: what is written has to fit before it is begun, into the storage and into the capacity that the tier was given.
+
+What a tier with a capacity holds, only a listing of all of it tells. It is listed where that matters: near the limit, and now and then.
+"""
 
 from __future__ import annotations
 
 from tierstore.errors import TierFullError
 from tierstore.tiers.tier import Tier
 
-__all__ = ["COPY_RESERVE_NBYTES", "SAVE_RESERVE_NBYTES", "check_space", "room_on"]
+__all__ = ["COPY_RESERVE_NBYTES", "SAVE_RESERVE_NBYTES", "check_space", "room_on", "used_on"]
 
 SAVE_RESERVE_NBYTES = 64 << 20
 """Free space that a save leaves on a tier, in bytes: room for logs, and for the file system itself."""
 
 COPY_RESERVE_NBYTES = 1 << 20
 """Free space that a copy leaves, in bytes: directory entries, records."""
+
+
+_NEAR = 16
+"""Within one part of so many of the capacity nothing is reckoned: each check lists the tier."""
+
+
+async def used_on(tier: Tier) -> int:
+    """Bytes that lie on a tier, by a listing, from which later checks reckon on.
+
+    Raises:
+        StorageError: The tier does not answer.
+    """
+    mark = tier.account.begin()
+    free = await tier.storage.free_nbytes()
+    used = sum(f.nbytes for f in await tier.storage.list())
+    tier.account.listed(used, free, mark)
+    return used
 
 
 async def room_on(tier: Tier) -> int | None:
@@ -23,7 +43,7 @@ async def room_on(tier: Tier) -> int | None:
     free = await tier.storage.free_nbytes()
     if tier.capacity is None:
         return free
-    left = max(0, tier.capacity - sum(f.nbytes for f in await tier.storage.list()))
+    left = max(0, tier.capacity - await used_on(tier))
     return left if free is None else min(left, free)
 
 
@@ -43,7 +63,9 @@ async def check_space(tier: Tier, nbytes: int, *, reserve_nbytes: int = COPY_RES
             free=free,
         )
     if tier.capacity is not None:
-        used = sum(f.nbytes for f in await tier.storage.list())
+        used = tier.account.estimate(free)
+        if used is None or used + nbytes > tier.capacity - tier.capacity // _NEAR:
+            used = await used_on(tier)
         if used + nbytes > tier.capacity:
             raise TierFullError(
                 f"tier {tier.name!r} holds {used} of its {tier.capacity} bytes of capacity, {nbytes} more are wanted",
@@ -52,3 +74,4 @@ async def check_space(tier: Tier, nbytes: int, *, reserve_nbytes: int = COPY_RES
                 wanted=nbytes,
                 free=tier.capacity - used,
             )
+        tier.account.promise(nbytes)

@@ -26,6 +26,7 @@ from tierstore.format.descriptor import Descriptor, decode_descriptor, encode_de
 from tierstore.names import DESCRIPTOR
 from tierstore.storage.contract import Storage
 from tierstore.tiers.costs import BUDGET_NBYTES, ReadSpeed
+from tierstore.tiers.space_account import SpaceAccount
 
 __all__ = [
     "UPLOAD_GRACE_S",
@@ -56,7 +57,7 @@ Scope = Literal["node", "shared"]
 class Tier:
     """One place that keeps checkpoints. `capacity` is in bytes, `max_bandwidth` in bytes per second; None: no limit.
 
-    `speed` is how fast it answers reads, as far as that is known.
+    `speed` is how fast it answers reads, and `account` what it holds, as far as that is known.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Tier:
     capacity: int | None = None
     max_bandwidth: int | None = None
     speed: ReadSpeed = field(default_factory=ReadSpeed, compare=False, repr=False)
+    account: SpaceAccount = field(default_factory=SpaceAccount, compare=False, repr=False)
 
     @property
     def uri(self) -> str:

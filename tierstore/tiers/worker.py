@@ -28,6 +28,7 @@ from tierstore.tiers.leases import Lease
 from tierstore.tiers.locks import RunLock, lock_path
 from tierstore.tiers.progress import NO_PROGRESS, Progress, TransferBoard
 from tierstore.tiers.promote import ReconcileReport, reconcile
+from tierstore.tiers.record_cache import RecordCache
 from tierstore.tiers.resume_source import ResumeSource
 from tierstore.tiers.retention import Reason
 from tierstore.tiers.saves import Save, SaveQueue, closed_before_written, closed_on_the_way
@@ -69,6 +70,7 @@ class Worker:
         rank: This process's rank.
         options: The rules; by default those of the session's configuration.
         progress: Told as bytes arrive on tiers.
+        cache: Records that this process knows; None: none yet.
     """
 
     def __init__(
@@ -79,8 +81,10 @@ class Worker:
         rank: int = 0,
         options: WorkerOptions | None = None,
         progress: Progress = NO_PROGRESS,
+        cache: RecordCache | None = None,
     ) -> None:
         self._session = session
+        self._cache = cache if cache is not None else RecordCache()
         self.run = run
         self.rank = rank
         self.options = options or worker_options(session.config)
@@ -159,8 +163,9 @@ class Worker:
             StorageError: What an earlier process left can't be looked at.
         """
         self._check_usable()
-        tiers = self._start().tiers
-        work = reconcile(tiers, self.run, clock=self._session.clock, commit_only=True, lock=self._run_lock(tiers), wait_s=_ADOPT_WAIT_S)
+        engine = self._start()
+        tiers, clock, lock = engine.tiers, self._session.clock, self._run_lock(engine.tiers)
+        work = reconcile(tiers, self.run, clock=clock, commit_only=True, lock=lock, wait_s=_ADOPT_WAIT_S, cache=engine.cache)
         try:
             report = self._session.run(work)
         except (LockedError, AccessError) as error:
@@ -280,6 +285,7 @@ class Worker:
             policy=self._session.config.retention_for(self.run),
             owner=self.rank == 0,
             source=self._source,
+            cache=self._cache,
         )
 
     def _stop(self) -> None:

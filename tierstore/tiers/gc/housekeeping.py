@@ -14,6 +14,7 @@ from tierstore.names import Attempt
 from tierstore.tiers.catalog import Catalog, RecordCache, scan
 from tierstore.tiers.leases import LeaseSeen, LeaseWatch
 from tierstore.tiers.retention import Plan, Reason, TierFacts, evaluate, tier_facts
+from tierstore.tiers.space import used_on
 from tierstore.tiers.tier import Tier, Tiers
 from tierstore.tiers.together import together
 from tierstore.tiers.usage import total_nbytes
@@ -164,7 +165,7 @@ async def _measured(h: Housekeeping, fact: TierFacts, catalog: Catalog) -> TierF
     tier = h.tiers.get(fact.name)
     try:
         free = await tier.storage.free_nbytes()
-        used = sum(info.nbytes for info in await tier.storage.list()) if tier.capacity is not None else None
+        used = await used_on(tier) if tier.capacity is not None else None
     except (StorageError, NotFoundError):
         return replace(fact, reachable=False)
     return replace(fact, reachable=True, free_nbytes=free, total_nbytes=await total_nbytes(tier), used_nbytes=used)
