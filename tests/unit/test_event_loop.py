@@ -161,3 +161,31 @@ def test_a_process_that_forgets_to_close_still_ends() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
+
+
+def test_what_coroutines_compute_runs_in_so_many_threads_and_no_more() -> None:
+    loop = EventLoop(threads=3, nice=2)
+    seen: set[tuple[str, int]] = set()
+    together = threading.Barrier(3)
+
+    def compute() -> None:
+        together.wait(60)
+        seen.add((threading.current_thread().name, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+
+    async def many() -> None:
+        await asyncio.gather(*[asyncio.to_thread(compute) for _ in range(30)])
+
+    loop.run(many())
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert seen == {(f"tierstore-work_{number}", min(own + 2, 19)) for number in range(3)}
+    loop.close()
+
+
+def test_a_thread_that_is_no_nicer_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: int) -> None:
+        raise PermissionError("a sandbox without setpriority")
+
+    monkeypatch.setattr(os, "setpriority", refused)
+    loop = EventLoop()
+    loop.run(asyncio.to_thread(_double, 1)).close()
+    loop.close()
