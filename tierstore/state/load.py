@@ -22,6 +22,7 @@ from tierstore.state.differences import LoadOptions, selected, unexpected_error
 from tierstore.state.exchange.exchange import BUDGET_NBYTES, Exchange, SharedReader
 from tierstore.state.jointly import asked_by_none, jointly, time_to_read
 from tierstore.state.matching import Match, leaves, match
+from tierstore.state.pages import on_huge_pages
 from tierstore.state.paths import Place, name_of
 from tierstore.state.rank_trees import RankTrees
 from tierstore.state.rank_values import LazyValues, RankValues
@@ -247,7 +248,7 @@ def _fresh_tensors(index: RoutingIndex, fill: Filler, names: Iterable[str], fill
     index.prepare(listed)
     for name in listed:
         entry = _find(index, name)
-        made[name] = empty(entry.shape, torch_dtype(entry.dtype))
+        made[name] = on_huge_pages(empty(entry.shape, torch_dtype(entry.dtype)))
         wishes.append(Fill(entry=entry, box=whole(entry.shape), target=made[name]))
     fill(wishes)
     return made

@@ -19,10 +19,14 @@ from tierstore.storage._pouring import Beat
 from tierstore.storage.bounce import Bounces, copy_bytes
 from tierstore.storage.contract import Reading
 
-__all__ = ["PIECE_NBYTES", "PieceReader", "Proving", "short"]
+__all__ = ["BOUNCE_NBYTES", "THREADS_EACH", "PieceReader", "Proving", "short"]
 
-PIECE_NBYTES = 8 << 20
-"""What a thread reads at once, and the length of its own memory, in bytes."""
+PIECE_NBYTES = 2 << 20
+"""What a thread reads at once, in bytes. Short, so that threads don't all hash at one time and all wait for the disk at another."""
+BOUNCE_NBYTES = 8 << 20
+"""The length of a thread's own memory, in bytes, of which it touches no more than it needs."""
+THREADS_EACH = 2
+"""How many threads read for each one that may work on what was read: while some hash, the disk has enough to do."""
 _STEP_NBYTES = 1 << 20
 """What is given to the caller at once, in bytes: it fits into the cache of one core."""
 _TURN_S = 0.05
@@ -62,17 +66,18 @@ class _File:
         self.lock = threading.Lock()
         self.opened = False
         self.error: TierStoreError | None = None
-        self.left = sum(-(-(end - begin) // self._piece_nbytes) for begin, end in reading.ranges)
+        self.left = sum(-(-(end - begin) // self.piece_nbytes) for begin, end in reading.ranges)
         """Pieces that are not done."""
 
     @property
-    def _piece_nbytes(self) -> int:
+    def piece_nbytes(self) -> int:
         return _whole(PIECE_NBYTES, self.reading.unit)
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
+    def pieces(self) -> Iterator[tuple[int, int, bool]]:
+        """Where they begin and end, and whether they are parts of something large."""
         for begin, end in self.reading.ranges:
-            for at in range(begin, end, self._piece_nbytes):
-                yield at, min(at + self._piece_nbytes, end)
+            for at in range(begin, end, self.piece_nbytes):
+                yield at, min(at + self.piece_nbytes, end), end - begin >= DIRECT_READ_NBYTES
 
 
 class PieceReader:
@@ -82,9 +87,10 @@ class PieceReader:
         readings: What is read, with the absolute paths of the files.
         make_file: Makes the file of an absolute path, without I/O.
         open_file: Opens it, in a thread.
-        bounces: Memory for pieces, `PIECE_NBYTES` each.
+        bounces: Memory for pieces, `BOUNCE_NBYTES` each.
         direct: Past the page cache where it makes sense.
         crowded: Whether others wait for a thread.
+        threads: How many pieces are worked on at once; `THREADS_EACH` times as many are read.
     """
 
     def __init__(
@@ -96,6 +102,7 @@ class PieceReader:
         *,
         direct: bool,
         crowded: Callable[[], bool],
+        threads: int,
     ) -> None:
         self._files = [_File(reading, full, make_file(full)) for reading, full in readings]
         self._open_file = open_file
@@ -103,14 +110,18 @@ class PieceReader:
         self._direct = direct
         self._crowded = crowded
         self._changed = threading.Condition()
-        self._queue = ((file, begin, end) for file in self._files for begin, end in file.pieces())
+        self._queue = ((file, *piece) for file in self._files for piece in file.pieces())
+        self._working = threading.Semaphore(threads)
+        self._threads = threads
         self._active = 0
         self._stopped = False
 
     @property
-    def n_pieces(self) -> int:
-        """Pieces that are not done."""
-        return sum(file.left for file in self._files)
+    def n_threads(self) -> int:
+        """How many threads there is work for; together they need no more memory than `BOUNCE_NBYTES` for each that may work."""
+        pieces = sum(file.left for file in self._files)
+        longest = max((file.piece_nbytes for file in self._files if file.left), default=1)
+        return min(pieces, THREADS_EACH * self._threads, max(1, self._threads * BOUNCE_NBYTES // longest))
 
     def turn(self, beat: Beat) -> bool:
         """Reads pieces; True if there may be more to begin, but others wait for the thread."""
@@ -149,7 +160,7 @@ class PieceReader:
         for file in self._files:
             _close(file)
 
-    def _next(self) -> tuple[_File, int, int] | None:
+    def _next(self) -> tuple[_File, int, int, bool] | None:
         with self._changed:
             piece = None if self._stopped else next(self._queue, None)
             self._active += piece is not None
@@ -164,9 +175,9 @@ class PieceReader:
         if last:
             _close(file)
 
-    def _serve(self, file: _File, begin: int, end: int, memory: Callable[[int], memoryview]) -> None:
+    def _serve(self, file: _File, begin: int, end: int, large: bool, memory: Callable[[int], memoryview]) -> None:
         """Reads one piece, and tells the reading if it can't be had. What the reading raises passes."""
-        parts = self._parts(file, begin, end, memory)
+        parts = self._parts(file, begin, end, large, memory)
         taken = begin
         while True:
             try:
@@ -182,16 +193,19 @@ class PieceReader:
             if part is None or self._stopped:
                 return
             at, view, placed = part
-            file.reading.take(at, view, placed)
+            with self._working:
+                file.reading.take(at, view, placed)
             taken = at + view.nbytes
 
-    def _parts(self, file: _File, begin: int, end: int, memory: Callable[[int], memoryview]) -> Iterator[tuple[int, memoryview, bool]]:
+    def _parts(
+        self, file: _File, begin: int, end: int, large: bool, memory: Callable[[int], memoryview]
+    ) -> Iterator[tuple[int, memoryview, bool]]:
         """What of the piece has been read, a little at a time: its offset, the bytes, and whether they are where they belong."""
         self._open(file)
         reading, opened = file.reading, file.file
         step = _whole(_STEP_NBYTES, reading.unit)
         wanted = end - begin
-        if self._direct and wanted >= DIRECT_READ_NBYTES and begin % ALIGNMENT == 0 and not opened.is_cached(begin, wanted):
+        if self._direct and large and begin % ALIGNMENT == 0 and not opened.is_cached(begin, wanted):
             view = reading.place(begin, end)
             placed = view is not None and address_of(view) % ALIGNMENT == 0
             if view is None or not placed:

@@ -38,7 +38,7 @@ class Bounces:
             if self._spare:
                 return self._spare.pop()
             self.made += 1
-        memory = mmap.mmap(-1, self.nbytes)
+        memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages by default
         if _HUGE is not None:
             try:
                 memory.madvise(_HUGE)

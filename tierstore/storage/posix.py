@@ -22,7 +22,7 @@ from tierstore.storage._direct import OpenFile
 from tierstore.storage._oserrors import free_nbytes, translate
 from tierstore.storage._pouring import Beat, Pouring
 from tierstore.storage._publish import Tree, WritingFile, create_file
-from tierstore.storage._reading import PIECE_NBYTES, PieceReader, Proving, short
+from tierstore.storage._reading import BOUNCE_NBYTES, THREADS_EACH, PieceReader, Proving, short
 from tierstore.storage._syscalls import OsSyscalls, Syscalls
 from tierstore.storage._threads import DaemonPool
 from tierstore.storage._walk import delete_files, list_dead, list_files, list_level, stat_file, sweep
@@ -73,13 +73,14 @@ class PosixStorage:
         self._direct = direct and durable
         self._deadline_s = deadline_s
         self._pool: DaemonPool | None = None
+        self._readers: DaemonPool | None = None
         self._bounces: Bounces | None = None
 
     def __repr__(self) -> str:
         return f"PosixStorage({self._tree.root!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pool": None, "_bounces": None}
+        return {**self.__dict__, "_pool": None, "_readers": None, "_bounces": None}
 
     @property
     def uri(self) -> str:
@@ -156,9 +157,10 @@ class PosixStorage:
             self._open_inside,
             self._lent(),
             direct=self._direct,
-            crowded=self._crowded,
+            crowded=lambda: self._reading_threads().crowded,
+            threads=self._n_threads,
         )
-        if not work.n_pieces:
+        if not work.n_threads:
             return
         full = self._full(readings[0].path) + (f" and {len(readings) - 1} more" if len(readings) > 1 else "")
 
@@ -166,11 +168,11 @@ class PosixStorage:
             more = True
             while more:
                 beat = Beat()
-                more = await self._call("read", full, work.turn, beat, beat=beat)
+                more = await self._call("read", full, work.turn, beat, beat=beat, reading=True)
 
         ended = False
         try:
-            await _all([serve() for _ in range(min(self._n_threads, work.n_pieces))])
+            await _all([serve() for _ in range(work.n_threads)])
             ended = True
         finally:
             if not ended:  # a thread that is still at it would fill memory that its owner has taken back meanwhile
@@ -340,9 +342,11 @@ class PosixStorage:
         bounces, self._bounces = self._bounces, None
         if bounces is not None:
             bounces.close()
-        pool, self._pool = self._pool, None
-        if pool is not None and pool.pid == os.getpid():
-            pool.shutdown()
+        pools = (self._pool, self._readers)
+        self._pool = self._readers = None
+        for pool in pools:
+            if pool is not None and pool.pid == os.getpid():
+                pool.shutdown()
 
     # Threads
 
@@ -356,6 +360,13 @@ class PosixStorage:
             pool = self._pool = DaemonPool(self._n_threads, "tierstore-posix", self._nice)
         return pool
 
+    def _reading_threads(self) -> DaemonPool:
+        """More of them, as they mostly wait for the disk; what they do beside that is bounded by `PieceReader`."""
+        pool = self._readers
+        if pool is None or pool.pid != os.getpid():
+            pool = self._readers = DaemonPool(THREADS_EACH * self._n_threads, "tierstore-posix-read", self._nice)
+        return pool
+
     def _crowded(self) -> bool:
         pool = self._pool
         return pool is not None and pool.crowded
@@ -364,18 +375,25 @@ class PosixStorage:
         """The memory of this process's reading threads."""
         bounces = self._bounces
         if bounces is None or bounces.pid != os.getpid():
-            bounces = self._bounces = Bounces(PIECE_NBYTES)
+            bounces = self._bounces = Bounces(BOUNCE_NBYTES)
         return bounces
 
     async def _call(
-        self, doing: str, full: str, fn: Callable[..., T], *args: Any, nbytes: int | None = None, beat: Beat | None = None
+        self,
+        doing: str,
+        full: str,
+        fn: Callable[..., T],
+        *args: Any,
+        nbytes: int | None = None,
+        beat: Beat | None = None,
+        reading: bool = False,
     ) -> T:
         """Runs a blocking function in a thread; its OSError becomes one of the error family, a hanging thread a `DeadlineError`.
 
         A function that takes several steps tells of them in `beat`: the deadline is for each.
         """
         while True:
-            pool = self._threads()
+            pool = self._reading_threads() if reading else self._threads()
             started = threading.Event()
             call = pool.submit(_run, started, fn, args)
             future = asyncio.wrap_future(call)
@@ -400,6 +418,8 @@ class PosixStorage:
         """Leaves a pool with a hanging thread to itself; the next call gets a new one."""
         if self._pool is pool:
             self._pool = None
+        if self._readers is pool:
+            self._readers = None
         pool.shutdown()
 
     async def _in_time(
