@@ -63,6 +63,36 @@ class TestS3OnARealServer(S3Conformance):
         self.use(tmp_path, body)
 
 
+_READING = (
+    "reads",
+    "short_file",
+    "missing_file",
+    "zero_length",
+    "whole_files",
+    "old_or_the_new",
+    "event_loops",
+    "pickled",
+    "fork",
+    "close",
+)
+"""What of the suite is about reading: all of it runs with ``--long``."""
+
+
+@pytest.mark.s3
+class TestS3ReadDirectlyOnARealServer(TestS3OnARealServer):
+    """Large ranges beside s3fs; here every range is large."""
+
+    @pytest.fixture(autouse=True)
+    def _chosen(self, request: pytest.FixtureRequest, long_run: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        if not long_run and not any(word in request.node.name for word in _READING):
+            pytest.skip("of writing and listing, which s3fs does here too: runs with --long")
+        monkeypatch.setattr("tierstore.storage.s3_direct._SMALL_NBYTES", 1)
+        monkeypatch.setattr("tierstore.storage.s3_direct._LARGE_NBYTES", 1)
+
+    def make_storage(self, place: Path) -> Storage:
+        return S3Storage(f"s3://{self.bucket}/{place.name}", {**self.server.options(), "client": "direct"})
+
+
 class TestS3OnMoto(S3Conformance):
     @pytest.fixture(autouse=True)
     def _server(self, moto_server: MotoServer) -> None:
