@@ -20,7 +20,7 @@ class Slots:
 
     Additive increase, multiplicative decrease (Chiu and Jain, 1989; as TCP has it): an answer that asks to slow down halves the
     limit, once for all transfers that were under way when it was halved, for they all met the same congestion; a limit's worth of
-    successes raises it by one, up to `most`.
+    successes while all of the limit was in use raises it by one, up to `most`.
 
     Belongs to one event loop.
 
@@ -70,9 +70,9 @@ class Slots:
         self._grant()
 
     def succeeded(self) -> None:
-        """A transfer ended well."""
-        if self.limit == self.most:
-            return
+        """A transfer ended well; its slot is not given back yet."""
+        if self.limit == self.most or self.in_flight < self.limit:
+            return  # what was not used was not proved to be borne
         self._good += 1
         if self._good >= self.limit:
             self._good, self.limit = 0, self.limit + 1
