@@ -55,6 +55,7 @@ class Checkpointer:
         on_warning: Literal["save", "stop"] = "save",
         deadline: float | str = 25.0,
         signals: bool = True,
+        prepare: bool = False,
         progress: bool | Literal["auto"] = "auto",
     ) -> None:
         """Opens the store; nothing is loaded or saved yet.
@@ -75,6 +76,8 @@ class Checkpointer:
             on_warning: At SIGUSR1: ``save`` and go on, or ``stop`` as at SIGTERM.
             deadline: Seconds, or a duration, from SIGTERM on: what is not done by then is given up.
             signals: Whether to handle signals.
+            prepare: Make the memory that saves need in the first call of `step`, when the optimizer has its state: the first save is then
+                as short as later ones (`Store.prepare`).
             progress: Whether to draw a line; ``"auto"``: where standard error is a terminal, on rank 0.
 
         Raises:
@@ -118,6 +121,7 @@ class Checkpointer:
         self._next: int | None = None
         self._total: int | None = None
         self._tickets: list[Ticket] = []
+        self._prepare = prepare
         self._closed = False
 
     # ---- the loop
@@ -188,6 +192,10 @@ class Checkpointer:
         self._check_open()
         self._check_resumed()
         self._line.at(n)
+        if self._prepare:
+            self._prepare = False
+            prepared = self.store.prepare(self._parts.capture(n, self.store.world_size))
+            log.info("run=%s prepared for saves of %d bytes in %.3f s", self.store.run, prepared.nbytes, prepared.seconds)
         answer = None if self.should_stop else self._stopping.arrive()
         if answer is not None and answer.request.stop:
             self._line.end()
