@@ -10,10 +10,10 @@ import os
 from pathlib import Path
 
 import pytest
-from scale_kit import PAGE, Bucket, bucket_tiers, requests
 from tiers_kit import SteppedClock
 
 from tierstore.config import load_config
+from tierstore.testing.bucket import PAGE, Bucket, bucket_tiers, requests
 from tierstore.testing.fabricate import fabricate
 from tierstore.tiers.catalog import RecordCache, scan
 from tierstore.tiers.pending import pending

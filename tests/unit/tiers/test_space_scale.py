@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from scale_kit import Bucket
 
 from tierstore.errors import TierFullError
+from tierstore.testing.bucket import Bucket
 from tierstore.tiers.space import check_space, used_on
 from tierstore.tiers.space_account import FRESH_LOCAL_S, FRESH_S, SpaceAccount
 from tierstore.tiers.tier import Tier

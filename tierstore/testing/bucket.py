@@ -1,4 +1,4 @@
-"""A bucket in memory that counts requests as an object store bills them, for tests of how costs grow."""
+"""A bucket in memory that counts requests as an object store bills them, for what measures or tests how costs grow."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from tierstore.errors import ConflictError, IntegrityError, NotFoundError
 from tierstore.names import TMP
 from tierstore.storage.contract import Capabilities, FileInfo, Listing, Source
 from tierstore.tiers.tier import Tier, Tiers
+
+__all__ = ["PAGE", "Bucket", "bucket_tiers", "requests"]
 
 PAGE = 1000
 """Names on one page of a listing, as S3 has it."""
