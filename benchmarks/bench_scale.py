@@ -83,7 +83,7 @@ from tierstore.tiers.verify import verify
 
 RUN = "bench"
 REPEAT = 3
-_SOON_S = 0.5
+_SOON_S = 0.1
 """What takes longer is done once."""
 
 
@@ -341,11 +341,11 @@ def files(curves: Curves, sizes: Sequence[int]) -> None:
 
 
 GROUPS: dict[str, tuple[Callable[[Curves, Sequence[int]], None], dict[str, tuple[int, ...]]]] = {
-    "tensors": (tensors, {"short": (200, 1000, 4000), "full": (1000, 5000, 20_000, 50_000)}),
-    "ranks": (ranks, {"short": (8, 64, 256), "full": (8, 64, 512, 2048)}),
-    "extents": (extents, {"short": (4000, 16_000, 64_000), "full": (16_000, 64_000, 256_000, 1_000_000)}),
-    "catalog": (catalog, {"short": (100, 400, 1600), "full": (100, 1000, 10_000), "long": (1000, 10_000, 100_000)}),
-    "files": (files, {"short": (50, 200, 600), "full": (100, 500, 2000)}),
+    "tensors": (tensors, {"short": (200, 800, 2400), "full": (1000, 5000, 20_000, 50_000)}),
+    "ranks": (ranks, {"short": (8, 32, 128), "full": (8, 64, 512, 2048)}),
+    "extents": (extents, {"short": (4000, 12_000, 32_000), "full": (16_000, 64_000, 256_000, 1_000_000)}),
+    "catalog": (catalog, {"short": (100, 300, 900), "full": (100, 1000, 10_000), "long": (1000, 10_000, 100_000)}),
+    "files": (files, {"short": (40, 120, 320), "full": (100, 500, 2000)}),
 }
 
 
