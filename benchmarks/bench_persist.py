@@ -34,7 +34,11 @@ FRESH = [
     *(peer for peer in limits.PEERS if peer.name.startswith(f"{limits.RAW}, ")),
     ours.PEERS[0],
     *(peer for peer in files.SAVERS if peer.name in ("torch.save", "safetensors save_file")),
-    *(peer for peer in distributed.SAVERS if peer.name in ("DCP FileSystem, 4 threads", "DCP async_save, thread", "torchsnapshot")),
+    *(
+        peer
+        for peer in distributed.SAVERS
+        if peer.name in ("DCP FileSystem, 4 threads", "DCP async_save, thread, stager kept", "torchsnapshot async_take")
+    ),
 ]
 _SLOW_S = 10.0
 """Whoever takes longer in the turn that warms up is measured once."""
@@ -82,7 +86,7 @@ def compete(
                 if memory == "fresh" and turn >= 0:
                     gc.collect()
                     fresh_memory()
-                saved = save_once(peer, session, flat, turn, warm_nbytes=int(2.2 * nbytes) if memory == "warm" else 0)
+                saved = save_once(peer, session, flat, turn, warm_nbytes=int(2.2 * nbytes) if memory == "warm" and turn >= 0 else 0)
                 if saved.durable_s > _SLOW_S:
                     slow.add(name)
                 if turn >= 0:

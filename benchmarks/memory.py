@@ -93,7 +93,7 @@ def make_cold(folder: Path) -> None:
     Raises:
         RuntimeError: Something is, for it is mapped somewhere, or dirty, and dropping all caches is not allowed.
     """
-    os.sync()
+    fsync_all(folder)
     forget(folder)
     if resident_nbytes(files_below(folder)):
         drop_caches()

@@ -1,6 +1,6 @@
 """Where the time goes in each path: samples of all threads (py-spy), summed by function, as tables for docs/performance.md.
 
-    python benchmarks/profiles.py save persist upload load load-s3 ls [--nbytes 512MiB]
+    python benchmarks/profiles.py save upload load load-s3 catalog [--nbytes 512MiB]
 
 Each path is repeated for some seconds in a process of its own, while py-spy samples it 200 times a second. A sample counts for the
 innermost Python function, whether that runs or waits for a system call; threads that wait for work are not counted. `caller` is the

@@ -143,6 +143,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="where the results are written")
     parser.add_argument("--limit", type=float, help=f"seconds for all; later suites are not run (default {TOTAL_S}, --short {SHORT_S})")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what was started is ended first
     names = [name for name in args.only.split(",") if name]
     if unknown := set(names) - {suite.name for suite in SUITES}:
         parser.error(f"no such suite: {', '.join(sorted(unknown))}")
@@ -208,10 +209,10 @@ def _write(document: dict[str, Any], output: Path) -> None:
 
 def _arguments(suite: Suite, args: argparse.Namespace) -> list[str]:
     given = list(suite.short if args.short else suite.full)
-    for option, value in (("--nbytes", args.nbytes), ("--repeat", args.repeat)):
+    for option, value in (("--nbytes", args.nbytes), ("--repeat", args.repeat), ("--directory", args.directory)):
         if value and option in suite.takes:
-            given += [option, value]  # the later one counts
-    return [*given, "--directory", str(args.directory)] if args.directory else given
+            given += [option, str(value)]  # the later one counts
+    return given
 
 
 def _show_partial(ran: Ran) -> None:

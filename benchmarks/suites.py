@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +15,7 @@ class Suite:
         short: The same for a run of some minutes.
         limit_s: Seconds after which it is ended; what it has measured until then counts.
         contest: It takes `--without`, so that it can go on without a peer that ended its process.
-        takes: Which of `--nbytes` and `--repeat` of the command line it takes.
+        takes: Which options of `make bench` it takes.
     """
 
     name: str
@@ -23,7 +23,7 @@ class Suite:
     short: tuple[str, ...] = ()
     limit_s: float = 180
     contest: bool = False
-    takes: tuple[str, ...] = field(default=("--nbytes", "--repeat"))
+    takes: tuple[str, ...] = ("--nbytes", "--repeat", "--directory")
 
     @property
     def program(self) -> str:
@@ -43,25 +43,25 @@ def _sized(name: str, full: str, short: str, limit_s: float, *, contest: bool = 
 
 
 SUITES = [
-    _sized("save", "2GiB 5", "128MiB 2", 240, contest=True),
+    _sized("save", "2GiB 3", "128MiB 2", 240, contest=True),
     _sized("persist", "2GiB 3", "128MiB 1", 480, contest=True),
-    _sized("load", "1GiB 3", "128MiB 1", 270, contest=True),
+    _sized("load", "1GiB 3", "128MiB 1", 330, contest=True),
     _sized("s3", "256MiB 3", "32MiB 1", 240, contest=True),
-    Suite(name="import", full=("--repeat", "7"), short=("--repeat", "3"), limit_s=90, contest=True, takes=("--repeat",)),
-    Suite(name="scale", full=(), short=("--short",), limit_s=180, takes=()),
+    Suite(name="import", full=("--repeat", "7"), short=("--repeat", "3"), limit_s=90, contest=True, takes=("--repeat", "--directory")),
+    Suite(name="scale", full=(), short=("--short",), limit_s=240, takes=()),
     _sized("files", "128MiB 3", "16MiB 1", 60),
     _sized("lightning", "256MiB 3", "32MiB 1", 90),
     _sized("transformers", "64MiB 3", "16MiB 1", 90),
-    _sized("engines", "100MB 3", "20MB 1", 150),
+    _sized("engines", "100MB 2", "20MB 1", 120),
     _sized("exchange", "64MiB 2", "16MiB 1", 90),
-    Suite(name="index", full=("--short",), short=("--short",), limit_s=90, takes=()),
+    Suite(name="index", full=("--short",), short=("--short",), limit_s=90, takes=("--directory",)),
     Suite(
         name="retention",
         full=("--checkpoints", "10000", "--files", "2000", "--nbytes", "64MiB", "--repeat", "2"),
         short=("--checkpoints", "1000", "--files", "200", "--nbytes", "16MiB", "--repeat", "1"),
         limit_s=150,
     ),
-    Suite(name="real_model", full=("--repeat", "3"), short=("--repeat", "1"), limit_s=60, takes=("--repeat",)),
-    _sized("reshard", "64MiB 2", "8MiB 1", 180),
+    Suite(name="real_model", full=("--repeat", "3"), short=("--repeat", "1"), limit_s=60, takes=("--repeat", "--directory")),
+    _sized("reshard", "64MiB 1", "8MiB 1", 150),
 ]
 """In the order in which they run: those that the targets are about first, for the whole run has a limit."""
