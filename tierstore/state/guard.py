@@ -10,11 +10,15 @@ from tierstore.state.bits import dtype_name
 
 __all__ = ["check_storable"]
 
+_KINDS = (torch.Tensor, torch.nn.Parameter)
+_DTYPES = frozenset(dtype for name in DTYPES if isinstance(dtype := getattr(torch, name, None), torch.dtype))
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def check_storable(tensor: torch.Tensor, shown: object) -> None:
     """Raises UnsupportedTypeError, with the remedy, where the bytes of `tensor` would not be all of it. `shown`: its place."""
+    if _is_plain(tensor):
+        return
     kind = type(tensor)
     if kind.__name__ in ("FakeTensor", "FunctionalTensor"):
         raise UnsupportedTypeError(f"{shown} is a {kind.__name__}: it has no values", hint="save real tensors, outside of tracing")
@@ -24,7 +28,7 @@ def check_storable(tensor: torch.Tensor, shown: object) -> None:
         raise UnsupportedTypeError(
             f"{shown} is a nested tensor", hint="store its parts: list(tensor.unbind()), or tensor.to_padded_tensor(0)"
         )
-    if kind not in (torch.Tensor, torch.nn.Parameter):
+    if kind not in _KINDS:
         raise UnsupportedTypeError(
             f"{shown} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass whose inner parts are not known",
             hint=f"store its plain tensors, or register a codec: codecs.register({kind.__name__}, tag, encode, decode)",
@@ -54,3 +58,16 @@ def check_storable(tensor: torch.Tensor, shown: object) -> None:
                 f"{shown} has no memory: its storage was freed or shrunk to {tensor.untyped_storage().nbytes()} bytes",
                 hint="gather (unshard) it before saving",
             )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is what nearly all tensors are, told by few questions: dense, on the CPU, contiguous, and all of its memory there."""
+    return (
+        type(tensor) in _KINDS
+        and tensor.is_cpu
+        and tensor.dtype in _DTYPES
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and tensor.is_contiguous()
+        and tensor.storage_offset() * tensor.itemsize + tensor.nbytes <= tensor.untyped_storage().nbytes()
+    )

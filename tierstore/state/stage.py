@@ -15,6 +15,7 @@ from typing import Any
 from tierstore.errors import UsageError
 from tierstore.format.objects import ObjectCodecs, encode_objects
 from tierstore.state.codecs import default_codecs
+from tierstore.state.collecting import collector_paused
 from tierstore.state.copy_threads import CopyThreads
 from tierstore.state.copying import Move, copy_all
 from tierstore.state.device_copy import Arrival, DeviceCopies
@@ -171,7 +172,7 @@ def _planned(state: Any, codecs: ObjectCodecs, rank: int, world_size: int, pool:
     flattened = time.perf_counter()
     owned = by_rank(flat, rank) if joint is None else joint.settle(flat)
     settled = time.perf_counter()
-    with _telling(joint):
+    with _telling(joint), collector_paused():
         objects = encode_objects(flat.tree(owned.names), codecs)
         layout = layout_of(flat, owned, rank, world_size, pool)
     ended = time.perf_counter()
