@@ -78,10 +78,11 @@ def drop_caches() -> bool:
 
 
 def forget(folder: Path) -> None:
-    """Drops the files below `folder` from the page cache, as far as they are written out."""
+    """Drops the files below `folder` from the page cache; what is dirty is written out first."""
     for path in files_below(folder):
         fd = os.open(path, os.O_RDONLY)
         try:
+            os.fdatasync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
@@ -93,7 +94,6 @@ def make_cold(folder: Path) -> None:
     Raises:
         RuntimeError: Something is, for it is mapped somewhere, or dirty, and dropping all caches is not allowed.
     """
-    fsync_all(folder)
     forget(folder)
     if resident_nbytes(files_below(folder)):
         drop_caches()

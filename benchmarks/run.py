@@ -76,7 +76,7 @@ def run_suite(suite: Suite, arguments: Sequence[str], limit_s: float, *, program
             journal = Path(folder) / f"journal-{attempt}"
             left = limit_s - (time.monotonic() - began)
             more = ["--without", json.dumps(without)] if without else []
-            code, ran.output, said = _execute([*command, *more], journal, max(5.0, left))
+            code, ran.output, said = _execute([*command, *more], journal, max(1.0, left))
             found = read_journal(journal)
             ran.tables, ran.facts = found.tables, found.facts
             ran.ended = "done" if code == 0 else f"not done after {limit_s:g} s" if code is None else f"exit code {code}: {said}"
