@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -283,7 +283,7 @@ def catalog(curves: Curves, sizes: Sequence[int]) -> None:
     group, unit = "A run's checkpoints on two buckets", "checkpoints"
     for count in sizes:
         tiers = bucket_tiers("near", "far")
-        asyncio.run(fabricate(tiers, RUN, count))
+        run(fabricate(tiers, RUN, count))
         with tempfile.TemporaryDirectory() as kept:
             known = RecordCache(RecordStore(Path(kept), "scale"))
             found = curves.add(group, "list, nothing known", unit, count, lambda t=tiers, k=known: look(t, k), tiers=tiers, once=True)
@@ -297,15 +297,25 @@ def catalog(curves: Curves, sizes: Sequence[int]) -> None:
                 tiers=tiers,
             )
         curves.add(group, "what is pending", unit, count, lambda f=found, t=tiers: pending(f, t))
-        curves.add(group, "verify --level quick", unit, count, lambda t=tiers: asyncio.run(checked(t)), tiers=tiers, once=True)
-        curves.add(group, "plan of what is to be freed", unit, count, lambda t=tiers, k=known: asyncio.run(freed(t, k)), tiers=tiers)
+        curves.add(group, "verify --level quick", unit, count, lambda t=tiers: run(checked(t)), tiers=tiers, once=True)
+        curves.add(group, "plan of what is to be freed", unit, count, lambda t=tiers, k=known: run(freed(t, k)), tiers=tiers)
         infos = many_checkpoints(count)
         now = infos[-1].committed_at
         curves.add(group, "retention plan, twelve rules", unit, count, lambda i=infos, n=now: evaluate(i, POLICY, n, tiers=PLANNING_TIERS))
 
 
+def run(coro: Coroutine[Any, Any, Any]) -> Any:
+    """Not `asyncio.run`, which makes a text of what the coroutine returned (for a signal handler's error that nobody sees)."""
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(coro)
+    finally:
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
+
+
 def look(tiers: Tiers, cache: RecordCache) -> Any:
-    return asyncio.run(scan(tiers, RUN, cache))
+    return run(scan(tiers, RUN, cache))
 
 
 async def checked(tiers: Tiers) -> Any:
