@@ -67,7 +67,7 @@ def now() -> str:
 
 def _processor() -> str:
     """The model's name and the extensions that decide how fast bytes are hashed."""
-    facts = {}
+    facts: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             key, _, value = line.partition(":")

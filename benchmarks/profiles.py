@@ -133,9 +133,9 @@ def tables(name: str, stacks: str) -> str:
         own[thread, short(names[-1], names)] += int(count)
     total = sum(own.values()) or 1
     lines = [f"**{name}** ({total} samples)", "", "| thread | function | share |", "| --- | --- | --- |"]
-    for (thread, function), count in own.most_common(_TOP):
-        if count / total >= 0.01:
-            lines.append(f"| {thread} | `{function}` | {count / total:.0%} |")
+    for (thread, function), samples in own.most_common(_TOP):
+        if samples / total >= 0.01:
+            lines.append(f"| {thread} | `{function}` | {samples / total:.0%} |")
     return "\n".join(lines)
 
 

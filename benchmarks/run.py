@@ -26,6 +26,7 @@ from typing import Any
 
 from machine import load_average, machine, now
 from measure import JOURNAL, Table, read_journal
+from peers import installed
 from suites import SUITES, Suite
 from targets import judged, lines
 
@@ -152,6 +153,7 @@ def main() -> int:
     output = args.output or (LATEST if quotable else CACHE / ("short.json" if args.short else "partial.json"))
     output.parent.mkdir(parents=True, exist_ok=True)
     limit_s = args.limit or (SHORT_S if args.short else TOTAL_S)
+    installed.use()
     document = _begin(output if args.merge else None, args)
     began = time.monotonic()
     for suite in chosen:

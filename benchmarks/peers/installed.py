@@ -45,7 +45,7 @@ def install() -> dict[str, str | None]:
     Returns:
         For each module None, or the last line that pip said.
     """
-    done = {module: reason for module, reason in _read().items() if reason is None and _stamp(module).exists()}
+    done: dict[str, str | None] = {module: reason for module, reason in _read().items() if reason is None and _stamp(module).exists()}
     for module, packages in PACKAGES.items():
         if module not in done:
             done[module] = _pip(packages)

@@ -33,25 +33,36 @@ def image_of(state: State) -> mmap.mmap:
     return image
 
 
+class Image:
+    """The bytes of a state, made at the first use and shared by all raw sessions: three of them would be three times the memory."""
+
+    def __init__(self) -> None:
+        self.memory: mmap.mmap | None = None
+
+    def of(self, state: State) -> mmap.mmap:
+        """Of a state of this size; whose values are in it does not matter to the disk."""
+        if self.memory is None or len(self.memory) != sum(t.nbytes for t in state.values()):
+            self.memory = image_of(state)
+        return self.memory
+
+
 class Raw:
     """One file with O_DIRECT from and into aligned memory, by some threads; what is less than a page at its end goes by the page cache.
 
     Args:
         folder: Where the file lies.
+        image: What is written, and where it is read to.
         threads: How many write and read.
         prove: Each block of 1 MiB is hashed (SHA-256) before it is written, and hashed again when it was read.
     """
 
-    def __init__(self, folder: Path, *, threads: int, prove: bool = False) -> None:
+    def __init__(self, folder: Path, image: Image, *, threads: int, prove: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.path, self.threads, self.prove = folder / "raw.bin", threads, prove
-        self.image: mmap.mmap | None = None
+        self.path, self.image, self.threads, self.prove = folder / "raw.bin", image, threads, prove
 
     def save(self, state: State, turn: int) -> Wait:
         """Writes an image that was made at the first call: what is measured is the disk alone."""
-        if self.image is None:
-            self.image = image_of(state)
-        view = memoryview(self.image)
+        view = memoryview(self.image.of(state))
         whole = len(view) // _PAGE * _PAGE
         fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o644)
         try:
@@ -65,8 +76,7 @@ class Raw:
 
     def load(self, into: State) -> State:
         """Reads into the image, not into the tensors."""
-        assert self.image is not None
-        view = memoryview(self.image)
+        view = memoryview(self.image.of(into))
         fd = os.open(self.path, os.O_RDONLY | os.O_DIRECT)
         try:
             self._work(view, lambda piece, at: os.preadv(fd, [piece], at), len(view) // _PAGE * _PAGE, first=False)
@@ -82,7 +92,8 @@ class Raw:
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        self.image = None
+        """Its image goes when the benchmark does."""
+        self.image.memory = None
 
     def _work(self, view: memoryview, move: Callable[[memoryview, int], int], nbytes: int, *, first: bool) -> None:
         def piece(at: int) -> None:
@@ -117,9 +128,10 @@ def hash_files(folder: Path) -> None:
 
 
 def _raw(threads: int, *, prove: bool = False) -> Callable[[Path], Raw]:
-    return lambda folder: Raw(folder, threads=threads, prove=prove)
+    return lambda folder: Raw(folder, _IMAGE, threads=threads, prove=prove)
 
 
+_IMAGE = Image()
 RAW = "raw O_DIRECT"
 RAW_HASHED = "raw O_DIRECT + SHA-256"
 PEERS = [

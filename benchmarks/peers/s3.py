@@ -223,7 +223,7 @@ def boto3_client(options: Options, *, unsigned: bool) -> Any:
         aws_access_key_id=options["key"],
         aws_secret_access_key=options["secret"],
         region_name=options["region_name"],
-        config=Config(max_pool_connections=32, s3=s3, **checks),  # type: ignore[arg-type]
+        config=Config(max_pool_connections=32, s3=s3, **checks),
     )
 
 
@@ -265,7 +265,7 @@ def _obstore(options: Options) -> RawClient:
         obstore.put(store, key, path, use_multipart=True, chunk_size=_PART, max_concurrency=_CONCURRENT)
 
     def piece(key: str, part: memoryview, at: int) -> None:
-        part[:] = memoryview(obstore.get_range(store, key, start=at, length=len(part)))  # type: ignore[arg-type]
+        part[:] = memoryview(obstore.get_range(store, key, start=at, length=len(part)))
 
     return RawClient(put, lambda key, buffer: in_pieces(lambda part, at: piece(key, part, at), buffer), "raw/obstore")
 
