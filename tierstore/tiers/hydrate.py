@@ -82,7 +82,9 @@ class Hydration:
         self.tiers = tiers
         self.leases = leases
         self.stall_s = stall_s
-        self.context = CopyContext.make(tiers, clock, files_in_flight=files_in_flight, progress=progress)
+        self.context = CopyContext.make(
+            tiers, clock, budget_nbytes=tiers.scratch_nbytes, files_in_flight=files_in_flight, progress=progress
+        )
         self.slots = asyncio.Semaphore(files_in_flight)
         self._warned: set[tuple[str, type]] = set()
         self._settling: set[asyncio.Task[None]] = set()
@@ -178,7 +180,8 @@ class Onto:
             CancelledError: And nothing else.
         """
         near, _ = replica.near_files()
-        names = [n for n in largely_wanted(wants, replica.index.file_nbytes) if n not in self._tried and n not in near]
+        wanted = await asyncio.to_thread(largely_wanted, wants, replica.index.file_nbytes)  # there may be very many
+        names = [name for name in wanted if name not in self._tried and name not in near]
         if not names:
             return
         self._tried.update(names)

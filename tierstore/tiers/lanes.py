@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 _FOREIGN_LOOKS = 4
 """How often a lane looks at an attempt of another process that waits for something, before the next rescan has to find it again."""
 
+_HELD_UP_S = 10.0
+"""How long another process may have the node's lock before that is said: `tierstore sync` and its like are done sooner."""
+
 
 class LaneReports(Protocol):
     """Who is told what a lane finds."""
@@ -62,6 +65,8 @@ class Entry:
     put_off: bool = False
     """Whether it was said that this one is put off."""
     reported: str = ""
+    held_up_at: float | None = None
+    """Since when another process has the node's lock, by the injected clock; None: it was free the last time."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,6 +87,8 @@ class Lane:
     _not_before: float = 0.0
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _lockless: bool = False
+    _held_up: bool = False
+    """Whether it was said that another process is in the way."""
 
     def __post_init__(self) -> None:
         self._backoff = Backoff(base_s=self.options.retry_first_s, cap_s=self.options.retry_most_s)
@@ -207,17 +214,42 @@ class Lane:
         try:
             self.lock.acquire()
             locked = True
-        except LockedError:
+        except LockedError as error:
+            self._tell_held_up(entry, error)
             return await advance(self.context, entry.attempt, self.tier, act=False, world_size=entry.world_size)
         except AccessError as error:  # a node tier that is broken must not keep what lies elsewhere from being committed
             if not self._lockless:
                 log.warning("tier=%s working without a lock: %s", self.tier.name, error.message)
             self._lockless = True
+        self._goes_on(entry)
         try:
             return await advance(self.context, entry.attempt, self.tier, world_size=entry.world_size, give_up=due)
         finally:
             if locked:
                 self.lock.release()
+
+    def _tell_held_up(self, entry: Entry, error: LockedError) -> None:
+        """Says, once, that a process of another job is in the way of a commit; ranks of one job wait for each other without a word."""
+        now = self.context.clock.monotonic()
+        entry.held_up_at = now if entry.held_up_at is None else entry.held_up_at
+        alone = entry.own and entry.world_size == 1 and self.context.tiers.is_authority(self.tier)
+        if alone and not self._held_up and now - entry.held_up_at >= _HELD_UP_S:
+            self._held_up = True
+            log.warning(
+                "tier=%s checkpoint=%s is not committed yet: process %s works on copies of run %r on this node, and has for %.0f s; it is "
+                "waited for. If that is another trainer of the run, end one of the two",
+                self.tier.name,
+                entry.attempt.folder,
+                error.context.get("pid") or "unknown",
+                entry.attempt.run,
+                now - entry.held_up_at,
+            )
+
+    def _goes_on(self, entry: Entry) -> None:
+        entry.held_up_at = None
+        if self._held_up:
+            self._held_up = False
+            log.warning("tier=%s checkpoint=%s goes on: the other process let this node's tiers go", self.tier.name, entry.attempt.folder)
 
     def _moved(self, entry: Entry, outcome: Outcome) -> None:
         if outcome.done:  # else nothing was done on this tier, which tells nothing of its health
