@@ -128,7 +128,7 @@ class Store:
         self._cadence = self._new_cadence(config.save.every)
         self._cache = self._session.new_cache() if rank == 0 else RecordCache()  # of many ranks one keeps this machine's disk busy
         self._told = progress is not None
-        self._worker = Worker(self._session, self.run, rank=rank, progress=progress or NO_PROGRESS)
+        self._worker = Worker(self._session, self.run, rank=rank, progress=progress or NO_PROGRESS, cache=self._cache)
         self._hydration = Hydration(
             self._session.tiers,
             self._clock,
@@ -705,10 +705,12 @@ class Store:
                     self._worker.tell(bars)
                 self._worker.close(deadline)
         finally:
-            self._session.run(self._hydration.close(_SETTLE_S))
-            self._threads.close()
-            self._pool.close()
-            self._session.close()
+            try:
+                self._session.run(self._hydration.close(_SETTLE_S))
+            finally:
+                self._threads.close()
+                self._pool.close()
+                self._session.close()
 
     def __enter__(self) -> Store:
         return self
