@@ -86,7 +86,8 @@ def compete(
                 if memory == "fresh" and turn >= 0:
                     gc.collect()
                     fresh_memory()
-                saved = save_once(peer, session, flat, turn, warm_nbytes=int(2.2 * nbytes) if memory == "warm" and turn >= 0 else 0)
+                ahead = wanted(peer) if memory == "warm" and turn >= 0 else 0
+                saved = save_once(peer, session, flat, turn, warm_nbytes=int(ahead * nbytes))
                 if saved.durable_s > _SLOW_S:
                     slow.add(name)
                 if turn >= 0:
@@ -102,6 +103,11 @@ def compete(
             turns.attempt(name, [total, hashed], measure)
     sessions.close()
     return [total, hashed]
+
+
+def wanted(peer: Peer) -> float:
+    """How much new memory a save takes, relative to its state: none, the page cache, or a copy of the state beside it."""
+    return 0 if peer.kind == "limit" else 2.2 if peer.asynchronous and peer.kind == "peer" else 1.2
 
 
 def how_fresh(nbytes: int) -> str:

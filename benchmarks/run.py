@@ -16,7 +16,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -72,25 +71,25 @@ def run_suite(suite: Suite, arguments: Sequence[str], limit_s: float, *, program
     )
     began = time.monotonic()
     without: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for attempt in range(_RESTARTS + 1):
-            journal = Path(folder) / f"journal-{attempt}"
-            left = limit_s - (time.monotonic() - began)
-            more = ["--without", json.dumps(without)] if without else []
-            code, ran.output, said = _execute([*command, *more], journal, max(1.0, left))
-            found = read_journal(journal)
-            ran.tables, ran.facts = found.tables, found.facts
-            ran.ended = "done" if code == 0 else f"not done after {limit_s:g} s" if code is None else f"exit code {code}: {said}"
-            if code in (0, None) or not suite.contest or found.doing is None or found.doing in without:
-                break
-            without[found.doing] = f"its process ended ({signal.Signals(-code).name if code < 0 else f'exit code {code}: {said}'})"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    for attempt in range(_RESTARTS + 1):
+        journal = CACHE / f"{suite.name}-{attempt}.journal"  # it stays there: to look at, should this process be ended
+        journal.unlink(missing_ok=True)
+        left = limit_s - (time.monotonic() - began)
+        more = ["--without", json.dumps(without)] if without else []
+        code, ran.output, said = _execute([*command, *more], journal, max(1.0, left))
+        found = read_journal(journal)
+        ran.tables, ran.facts = found.tables, found.facts
+        ran.ended = "done" if code == 0 else f"not done after {limit_s:g} s" if code is None else f"exit code {code}: {said}"
+        if code in (0, None) or not suite.contest or found.doing is None or found.doing in without:
+            break
+        without[found.doing] = f"its process ended ({signal.Signals(-code).name if code < 0 else f'exit code {code}: {said}'})"
     ran.seconds = time.monotonic() - began
     return ran
 
 
 def _execute(command: list[str], journal: Path, limit_s: float) -> tuple[int | None, str, str]:
     """Runs a command and shows what it prints; None as exit code if it had to be ended. Returns what it printed, and its last error."""
-    CACHE.mkdir(parents=True, exist_ok=True)
     log = CACHE / f"{Path(command[1]).stem}.log"
     environment = {
         **os.environ,

@@ -44,7 +44,7 @@ def _sized(name: str, full: str, short: str, limit_s: float, *, contest: bool = 
 
 SUITES = [
     _sized("save", "2GiB 3", "128MiB 2", 240, contest=True),
-    _sized("persist", "2GiB 3", "128MiB 1", 480, contest=True),
+    _sized("persist", "2GiB 3", "128MiB 1", 540, contest=True),
     _sized("load", "1GiB 3", "128MiB 1", 330, contest=True),
     _sized("s3", "256MiB 3", "32MiB 1", 240, contest=True),
     Suite(name="import", full=("--repeat", "7"), short=("--repeat", "3"), limit_s=90, contest=True, takes=("--repeat", "--directory")),

@@ -103,7 +103,8 @@ def test_a_table_comes_back_from_json() -> None:
     assert Table.of_json(json.loads(json.dumps(table.as_json()))).as_json() == table.as_json()
 
 
-def test_a_suite_goes_on_without_the_peer_that_ended_its_process(tmp_path: Path) -> None:
+def test_a_suite_goes_on_without_the_peer_that_ended_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "CACHE", tmp_path)
     program = tmp_path / "bench_deadly.py"
     program.write_text(
         "import json, os, sys\n"
@@ -126,7 +127,8 @@ def test_a_suite_goes_on_without_the_peer_that_ended_its_process(tmp_path: Path)
     assert ran.tables[0].failed == {"b": "its process ended (SIGABRT)"}
 
 
-def test_a_suite_that_does_not_end_keeps_what_it_has(tmp_path: Path) -> None:
+def test_a_suite_that_does_not_end_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "CACHE", tmp_path)
     program = tmp_path / "bench_endless.py"
     program.write_text(
         f"import sys, threading\nsys.path.append({str(ROOT / 'benchmarks')!r})\nfrom measure import Table\n"
