@@ -339,6 +339,7 @@ class PosixStorage:
         return await self._call("measure", self._tree.root, free_nbytes, self._tree.root)
 
     async def close(self) -> None:
+        self._tree.durable_folders.clear()
         bounces, self._bounces = self._bounces, None
         if bounces is not None:
             bounces.close()
