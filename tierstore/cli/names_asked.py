@@ -1,7 +1,7 @@
 """``tierstore complete-names``: what a shell's completion asks for: names of tiers, runs and checkpoints. Quick, and quiet on errors.
 
-It does not go through the command line: that takes a second to load. Of a store only folders of this machine are listed, which are there
-in milliseconds; where it has none, its storage is asked, for a second and a half at most.
+It does not go through the command line: that takes a quarter of a second to load. Of a store only folders of this machine are listed,
+which are there in milliseconds; where it has none, its storage is asked, for a second and a half at most.
 """
 
 from __future__ import annotations
