@@ -60,7 +60,7 @@ def ours(name: str, io: TierCheckpointIO, root: Path, checkpoint: Callable[[int]
     epoch, path = root / "epoch.ckpt", root / ("last.ckpt" if last else "epoch.ckpt")
 
     def settled(of: Path) -> None:
-        io.body._publisher.settle(str(of))  # committed: synced, digests and all; and the pointer is there
+        io.body._publisher.settle(str(of), timeout_s=600)  # committed: synced, digests and all; and the pointer is there
 
     def before(step: int) -> None:
         if last:

@@ -48,8 +48,8 @@ def upload(root: Path, nbytes: int, seconds: float) -> None:
     """A node tier and a bucket: what promotes."""
     state = flattened(training_state(nbytes))
     with embedded_server(root / "server") as server:
-        server.make_bucket("p")
-        tier = {"name": "object", "uri": "s3://p/x", "options": server.options()}
+        server.make_bucket("profiles")
+        tier = {"name": "object", "uri": "s3://profiles/x", "options": server.options()}
         node = {"name": "node", "uri": str(root / "node"), "scope": "node"}
         with tierstore.open({"version": 1, "run": "p", "tiers": [node, tier]}) as store:
             step = 0
@@ -74,8 +74,8 @@ def load_s3(root: Path, nbytes: int, seconds: float) -> None:
     """Everything from a bucket, in place."""
     state = flattened(training_state(nbytes))
     with embedded_server(root / "server") as server:
-        server.make_bucket("p")
-        tier = {"name": "object", "uri": "s3://p/x", "options": server.options()}
+        server.make_bucket("profiles")
+        tier = {"name": "object", "uri": "s3://profiles/x", "options": server.options()}
         with tierstore.open({"version": 1, "run": "p", "tiers": [tier]}) as store:
             store.save(1, state).wait("committed", timeout=300)
             end = time.monotonic() + seconds
