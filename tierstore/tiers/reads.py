@@ -182,9 +182,9 @@ def plan_spans(wants: Iterable[AnyWant], *, file_nbytes: Callable[[str], int], a
 def spread_spans(spans: Sequence[Span], *, align: int, cost: ReadCost) -> list[Span]:
     """Cuts the spans of a short load so that each request that may be under way has a part of it: a connection gives so much and no more.
 
-    Cut is what lies in callers' own memory, into pieces of about the load's length over the concurrency: 8 MiB at most, `least_nbytes`
-    at least. What is to be handed over stays as it is: a piece of that across two requests is copied once more, and for columns the
-    number of requests is promised.
+    Cut is what goes into callers' own memory, of each tensor one piece, into requests of about the load's length over the concurrency:
+    8 MiB at most, `least_nbytes` at least. What is to be handed over stays as it is (a piece of that across two requests is copied once
+    more), and so do the many pieces of one tensor: for columns the number of requests is promised.
 
     Args:
         spans: Of one load, from `plan_spans`.
@@ -198,11 +198,15 @@ def spread_spans(spans: Sequence[Span], *, align: int, cost: ReadCost) -> list[S
     made: list[Span] = []
     for span in spans:
         count = min(round(span.nbytes / piece), -(-span.nbytes // align))
-        if count < 2 or any(isinstance(want, Handover) for want in span.wants):
+        if count < 2 or not _in_one_piece(span.wants):
             made.append(span)
         else:
             made.extend(_cut(span.file, span.wants, span.begin, span.end, span.end, align, count))
     return made
+
+
+def _in_one_piece(wants: Sequence[AnyWant]) -> bool:
+    return len({want.group for want in wants}) == len(wants) and not any(isinstance(want, Handover) for want in wants)
 
 
 def _flat(want: AnyWant) -> AnyWant:

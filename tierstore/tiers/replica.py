@@ -21,7 +21,7 @@ from tierstore.format.index import FileEntry, Index, PagedIndex, RoutingIndex, d
 from tierstore.format.manifest import FileRecord, Manifest, decode_manifest
 from tierstore.format.objects import ObjectsDocument, load_objects
 from tierstore.names import INDEX, MANIFEST, OBJECTS
-from tierstore.storage.contract import ReadsPieces
+from tierstore.storage.contract import ReadsPieces, ReadsProved
 from tierstore.storage.tasks import all_or_none
 from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.fetching import BUDGET_NBYTES, fetch
@@ -29,7 +29,7 @@ from tierstore.tiers.index_pages import IndexPages, read_whole
 from tierstore.tiers.leases import Lease
 from tierstore.tiers.nearby import FileReading
 from tierstore.tiers.passed_over import BadCopy, OnDamage, PassedOver
-from tierstore.tiers.reads import AnyWant, ReadCost, Span, Want, plan_spans
+from tierstore.tiers.reads import AnyWant, ReadCost, Span, Want, plan_spans, spread_spans
 from tierstore.tiers.sources import Source, sources_of
 from tierstore.tiers.tier import Tier, Tiers
 
@@ -203,6 +203,7 @@ class Replica:
         works = [self._read_near(source, wanted, slots) for source, wanted in near]
         if far:
             spans = plan_spans(far, file_nbytes=self.index.file_nbytes, align=block_nbytes, cost=self._cost())
+            spans = spread_spans(spans, align=block_nbytes, cost=self._cost())
             works.append(self._fetch(spans, slots))
         await all_or_none(works)
 
@@ -322,7 +323,7 @@ class Replica:
                     async with slots[tier.name]:
                         self.requests[tier.name] += 1
                         began = tier.speed.now()
-                        await tier.storage.read_into(self.info.attempt.path(span.file), begin, part)
+                        found = await self._read_far(tier, self.info.attempt.path(span.file), begin, part, verify)
                         tier.speed.note(end - begin, tier.speed.now() - began)
                     self.bytes_fetched[tier.name] += end - begin
                     self._passed.answers(tier)
@@ -331,21 +332,37 @@ class Replica:
                     left.append((begin, end))
                     continue
                 if verify:
-                    left.extend(await self._bad_blocks(source, await self._entry(span.file), begin, part))
+                    found = found or await asyncio.to_thread(block_digests, part, self.index.block_nbytes)
+                    left.extend(self._bad_blocks(source, await self._entry(span.file), begin, part.nbytes, found))
             pending = left
             if not pending:
                 return
         raise await self._passed.no_copy(span.file, f"bytes {pending[0][0]} to {pending[-1][1]} of ")
 
-    async def _bad_blocks(self, source: Source, entry: FileEntry, begin: int, part: memoryview) -> list[tuple[int, int]]:
-        """The ranges of `part`, read at `begin`, whose blocks are not what the index promises."""
+    async def _read_far(self, tier: Tier, path: str, begin: int, part: memoryview, verify: bool) -> bytes:
+        """Reads; returns the digests of the blocks where the storage's own threads have them hashed while they are warm, else nothing."""
+        size, storage = self.index.block_nbytes, tier.storage
+        if not verify or storage.capabilities.local or not isinstance(storage, ReadsProved):
+            await storage.read_into(path, begin, part)
+            return b""
+        found = bytearray(-(-part.nbytes // size) * DIGEST_NBYTES)
+
+        def hash_piece(at: int, piece: memoryview) -> None:
+            digests = block_digests(piece, size)
+            first = (at - begin) // size * DIGEST_NBYTES
+            found[first : first + len(digests)] = digests
+
+        await storage.read_proved(path, begin, part, hash_piece, unit=size)
+        return bytes(found)
+
+    def _bad_blocks(self, source: Source, entry: FileEntry, begin: int, nbytes: int, found: bytes) -> list[tuple[int, int]]:
+        """The ranges of the `nbytes` read at `begin` whose blocks, of the digests `found`, are not what the index promises."""
         size = self.index.block_nbytes
-        found = await asyncio.to_thread(block_digests, part, size)
         first = begin // size
         promised = entry.block_digests[first * DIGEST_NBYTES : first * DIGEST_NBYTES + len(found)]
         bad: list[tuple[int, int]] = []
         for number in bad_blocks(found, promised):
-            b, e = begin + number * size, min(begin + (number + 1) * size, begin + part.nbytes)
+            b, e = begin + number * size, min(begin + (number + 1) * size, begin + nbytes)
             if bad and bad[-1][1] == b:
                 bad[-1] = (bad[-1][0], e)
             else:

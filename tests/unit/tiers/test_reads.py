@@ -233,6 +233,7 @@ def test_a_row_slice_of_several_tensors_has_no_more_than_one_request_for_a_conne
 def test_what_is_handed_over_is_not_cut_and_neither_is_what_lies_on_a_disk() -> None:
     columns: list[AnyWant] = [Handover("f", at * 2 * MIB, 2 * MIB, lambda memory: None, "t") for at in range(4)]
     assert len(spread(columns, REMOTE_COST)) == 1
+    assert len(spread(list(strided(4 * MIB - 4, 4 * MIB, 4)), REMOTE_COST)) == 1  # all columns but one
     assert len(spread([want(0, 8 * MIB)], LOCAL_COST)) == 1
 
 
@@ -240,7 +241,7 @@ def test_what_is_handed_over_is_not_cut_and_neither_is_what_lies_on_a_disk() -> 
 def test_cutting_changes_neither_the_bytes_nor_who_gets_them(ranges: list[tuple[int, int]], align: int) -> None:
     data = random.Random(7).randbytes(70_000)
     cost = ReadCost(gap_nbytes=100, span_nbytes=8_000, concurrency=5, least_nbytes=300)
-    wants: list[AnyWant] = [want(offset, nbytes) for offset, nbytes in ranges]
+    wants: list[AnyWant] = [want(offset, nbytes, group=str(at)) for at, (offset, nbytes) in enumerate(ranges)]
     plan = plan_spans(wants, file_nbytes=lambda _: len(data), align=align, cost=cost)
     made = spread_spans(plan, align=align, cost=cost)
     assert sum(s.nbytes for s in made) <= sum(s.nbytes for s in plan)
