@@ -82,10 +82,13 @@ class Table:
         self._tell({"add": name, "value": value})
 
     def fail(self, name: str, reason: str) -> None:
-        """Lists a row that can't be measured; what it had so far is not counted."""
-        self.failed[name] = reason
-        self.rows.pop(name, None)
+        """Lists a row that can't be measured; what it had so far, also as ``name: milestone``, is not counted."""
+        self._fail(name, reason)
         self._tell({"fail": name, "reason": reason})
+
+    def _fail(self, name: str, reason: str) -> None:
+        self.failed[name] = reason
+        self.rows = {row: kept for row, kept in self.rows.items() if row != name and not row.startswith(f"{name}: ")}
 
     def measured(self) -> list[Row]:
         return [row for row in self.rows.values() if row.values]
@@ -193,8 +196,7 @@ def read_journal(path: Path) -> Journal:
         elif "add" in event:
             tables[event["table"]].rows.setdefault(event["add"], Row(name=event["add"])).values.append(event["value"])
         elif "fail" in event:
-            tables[event["table"]].failed[event["fail"]] = event["reason"]
-            tables[event["table"]].rows.pop(event["fail"], None)
+            tables[event["table"]]._fail(event["fail"], event["reason"])
     return Journal(tables=list(tables.values()), facts=facts, doing=doing)
 
 

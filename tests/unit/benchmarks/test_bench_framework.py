@@ -54,7 +54,7 @@ def test_each_turn_another_one_is_first() -> None:
 
 
 def test_who_fails_is_listed_and_left_out_and_the_others_go_on() -> None:
-    table = table_of(a=[1.0], b=[1.0])
+    table = table_of(a=[1.0], b=[1.0], **{"b: synced": [2.0]})
 
     def broken() -> None:
         raise RuntimeError("does not\nrun here")
