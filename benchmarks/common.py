@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -90,7 +91,7 @@ def contest_arguments(description: str, *, nbytes: str, repeat: int) -> argparse
 def scratch(directory: Path | None) -> Iterator[Path]:
     root = directory or Path(".cache/bench")
     root.mkdir(parents=True, exist_ok=True)
-    path = Path(tempfile.mkdtemp(dir=root))
+    path = Path(tempfile.mkdtemp(prefix=f"tierstore-bench-{os.getpid()}-", dir=root))
     try:
         yield path.resolve()
     finally:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,11 +111,24 @@ def _execute(command: list[str], journal: Path, limit_s: float) -> tuple[int | N
             code = None
         finally:
             _end(process)
+            _sweep(process.pid, command)
         reader.join(5)
         if not reader.is_alive():
             process.stdout.close()
     said = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return code, "".join(printed), said[-1][:300] if said else "nothing was said"
+
+
+def _sweep(pid: int, command: list[str]) -> None:
+    """Removes what a process left that could not end by itself: gigabytes on the disk and in memory."""
+    places = [Path("/dev/shm"), CACHE]
+    if "--directory" in command:
+        places.append(Path(command[command.index("--directory") + 1]))
+    for left in [path for place in places for path in place.glob(f"tierstore-bench-{pid}-*")]:
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
 
 
 def _copy(source: Any, into: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ class Ours:
 
     def __init__(self, folder: Path, *, memory: bool = False, in_place: bool = True) -> None:
         self.folder, self.in_place = folder, in_place
-        self.memory = Path(tempfile.mkdtemp(prefix="tierstore-bench-", dir="/dev/shm")) if memory else None
+        self.memory = Path(tempfile.mkdtemp(prefix=f"tierstore-bench-{os.getpid()}-", dir="/dev/shm")) if memory else None
         tiers: list[Any] = [{"name": "disk", "uri": str(folder / "disk"), "scope": "shared"}]
         retention: dict[str, Any] = {}
         if self.memory:

@@ -132,10 +132,12 @@ def test_a_suite_that_does_not_end_keeps_what_it_has(tmp_path: Path, monkeypatch
     program = tmp_path / "bench_endless.py"
     program.write_text(
         f"import sys, threading\nsys.path.append({str(ROOT / 'benchmarks')!r})\nfrom measure import Table\n"
+        "import os, pathlib\nfolder = pathlib.Path(sys.argv[2]) / f'tierstore-bench-{os.getpid()}-x'\nfolder.mkdir()\n"
         "Table('T', 0, 'a', key='t').add('a', 1.0)\nthreading.Event().wait()\n"
     )
-    ran = run.run_suite(Suite(name="endless"), [], 2.0, program=program)
+    ran = run.run_suite(Suite(name="endless"), ["--directory", str(tmp_path)], 2.0, program=program)
     assert ran.ended == "not done after 2 s"
+    assert not list(tmp_path.glob("tierstore-bench-*")), "what it left is gone"
     assert ran.tables[0].rows["a"].values == [1.0]
 
 
