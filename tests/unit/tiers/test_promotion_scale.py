@@ -1,12 +1,11 @@
 """How many requests a look for pending promotions costs in a bucket with very many checkpoints: pages of listings, and what is new.
 
-``TIERSTORE_LONG=1`` does the same with 100,000 checkpoints.
+``--long`` does the same with 10,000 checkpoints.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 import pytest
@@ -23,21 +22,25 @@ from tierstore.tiers.session import Session
 from tierstore.tiers.tier import Tiers
 from tierstore.tiers.worker import Worker
 
-COUNT = 100_000 if os.environ.get("TIERSTORE_LONG") else 1_200
 RUN = "r"
 
 
 @pytest.fixture(scope="module")
-def tiers() -> Tiers:
+def count(long_run: bool) -> int:
+    return 10_000 if long_run else 1_200
+
+
+@pytest.fixture(scope="module")
+def tiers(count: int) -> Tiers:
     made = bucket_tiers("near", "far")
-    asyncio.run(fabricate(made, RUN, COUNT))
+    asyncio.run(fabricate(made, RUN, count))
     return made
 
 
-def pages(tiers: Tiers) -> int:
+def pages(tiers: Tiers, count: int) -> int:
     """Of the listings that a look can't do without: the logs and the run's folder, on each tier."""
     logs = sum(tier.storage.pages(f"{RUN}/.log") for tier in tiers if isinstance(tier.storage, Bucket))
-    return logs + len(tiers) * (1 + COUNT // PAGE)
+    return logs + len(tiers) * (1 + count // PAGE)
 
 
 def look(tiers: Tiers, cache: RecordCache) -> int:
@@ -48,19 +51,21 @@ def look(tiers: Tiers, cache: RecordCache) -> int:
     return sum(requests(tiers).values())
 
 
-def test_a_second_look_reads_pages_of_listings_and_no_record(tiers: Tiers, tmp_path: Path) -> None:
+def test_a_second_look_reads_pages_of_listings_and_no_record(tiers: Tiers, count: int, tmp_path: Path) -> None:
     cache = RecordCache(RecordStore(tmp_path, "scale"))
     first = look(tiers, cache)
-    assert first >= 2 * COUNT, "two records of each checkpoint"
-    assert look(tiers, cache) <= pages(tiers)
-    assert look(tiers, RecordCache(RecordStore(tmp_path, "scale"))) <= pages(tiers), "a new process finds them on its disk"
+    assert first >= 2 * count, "two records of each checkpoint"
+    assert look(tiers, cache) <= pages(tiers, count)
+    assert look(tiers, RecordCache(RecordStore(tmp_path, "scale"))) <= pages(tiers, count), "a new process finds them on its disk"
 
 
-def test_working_off_what_is_pending_reads_no_record_twice(tiers: Tiers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_working_off_what_is_pending_reads_no_record_twice(
+    tiers: Tiers, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tierstore.tiers.promote.lock_path", lambda tiers, run: tmp_path / "lock")
     requests(tiers)
     asyncio.run(reconcile(tiers, RUN, clock=SteppedClock()))
-    assert requests(tiers)["read"] <= 2 * COUNT, "both looks of one pass share what was read"
+    assert requests(tiers)["read"] <= 2 * count, "both looks of one pass share what was read"
     kept = RecordCache()
     asyncio.run(scan(tiers, RUN, kept))
     requests(tiers)
@@ -68,7 +73,7 @@ def test_working_off_what_is_pending_reads_no_record_twice(tiers: Tiers, tmp_pat
     found = requests(tiers)
     assert report.ok
     assert found["read"] == 0
-    assert found["list"] <= 2 * pages(tiers) + 10
+    assert found["list"] <= 2 * pages(tiers, count) + 10
 
 
 def test_of_what_is_new_only_its_records_are_read(tiers: Tiers) -> None:
