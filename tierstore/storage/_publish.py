@@ -13,7 +13,6 @@ from tierstore import crashpoints
 from tierstore.errors import AccessError, ConflictError, OutcomeUnknownError, StorageError
 from tierstore.names import TMP
 from tierstore.storage._direct import DIRECT_WRITE_NBYTES, OpenFile
-from tierstore.storage._folders import DurableFolders, Held
 from tierstore.storage._syscalls import Syscalls
 from tierstore.storage.temporaries import temporary_name
 
@@ -37,7 +36,6 @@ class Tree:
         self.root = root
         self.syscalls = syscalls
         self.durable = durable
-        self.durable_folders = DurableFolders()
 
     def inside(self, full: str) -> str:
         """`full` with all symbolic links followed, if that is inside the root.
@@ -88,31 +86,19 @@ class Tree:
                 self.syscalls.fsync_folder(os.path.dirname(path))
 
     def sync_folders(self, folder: str) -> None:
-        """Makes the entries of `folder` durable, and its own name in the folders above it, up to the root.
+        """Makes the entries of `folder` and of every folder above it durable, up to the root.
 
-        All of those, not only new ones: another process may have made one a moment ago and not yet have synced it. What this process
-        has made durable once stays so while the folder stands.
+        All of them, not only the new ones: another process may have made one a moment ago and not yet have synced it.
+        fsync of a folder without changes costs microseconds. Not remembered by holding folders open: that keeps a disk from being unmounted.
         """
         if not self.durable:
             return
-        fresh: list[tuple[str, Held | None]] = []
-        done = False
-        try:
-            at = folder
-            while not done:
-                top = at == self.root or not at.startswith(self.root.rstrip("/") + "/")  # or what still stands above a root that is gone
-                if not top:
-                    # Before anything is synced: it is this very folder that is known afterwards.
-                    fresh.append((at, self.durable_folders.hold(at)))
-                self.syscalls.fsync_folder(at)
-                done = top or self.durable_folders.has(at)
-                at = os.path.dirname(at)
-        finally:
-            for path, held in fresh:
-                if done and held is not None:
-                    self.durable_folders.add(path, held)
-                else:
-                    self.durable_folders.let_go(held)
+        at = folder
+        while True:
+            self.syscalls.fsync_folder(at)
+            if at == self.root or not at.startswith(self.root.rstrip("/") + "/"):  # or what still stands above a root that is gone
+                return
+            at = os.path.dirname(at)
 
     def into_folder(self, final: str, publish: Callable[[], None]) -> None:
         """Runs `publish`, that makes the entry `final`, in a folder that a concurrent deletion may take away at any instant."""

@@ -327,7 +327,6 @@ class PosixStorage:
         return await self._calls.run("measure", self._tree.root, free_nbytes, self._tree.root)
 
     async def close(self) -> None:
-        self._tree.durable_folders.clear()
         bounces, self._bounces = self._bounces, None
         if bounces is not None:
             bounces.close()
