@@ -89,7 +89,7 @@ class Tree:
         """Makes the entries of `folder` and of every folder above it durable, up to the root.
 
         All of them, not only the new ones: another process may have made one a moment ago and not yet have synced it.
-        fsync of a folder without changes costs microseconds. Not remembered by holding folders open: that keeps a disk from being unmounted.
+        fsync of a folder without changes costs microseconds. It is not remembered by folders held open: these would keep a disk mounted.
         """
         if not self.durable:
             return
