@@ -15,9 +15,10 @@ from tierstore.clock import Clock
 from tierstore.config_models import StoreConfig
 from tierstore.config_retention import GcConfig
 from tierstore.tiers.checkpoint import CheckpointInfo
+from tierstore.tiers.documents import Run
 from tierstore.tiers.leases import Lease, hold_lease
 from tierstore.tiers.quarantine import Noting
-from tierstore.tiers.replica import Replica, Run, open_replica
+from tierstore.tiers.replica import Replica, open_replica
 from tierstore.tiers.tier import Tiers
 
 __all__ = ["Leases", "lease_ttl_s"]

@@ -9,21 +9,28 @@ import hashlib
 import threading
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
-from tierstore.errors import StorageError
+from tierstore.errors import StorageError, TierStoreError
 from tierstore.format.digest import DIGEST_NBYTES
-from tierstore.format.index import FileEntry
+from tierstore.format.index import FileEntry, RoutingIndex
 from tierstore.storage.bounce import copy_bytes
-from tierstore.tiers.reads import AnyWant, Handover, Span, Want
+from tierstore.storage.contract import ReadsPieces
+from tierstore.tiers.checkpoint import CheckpointInfo
+from tierstore.tiers.passed_over import PassedOver, damaged_block
+from tierstore.tiers.reads import AnyWant, Handover, Span, Want, plan_spans
+from tierstore.tiers.sources import Source
 
-__all__ = ["FileReading"]
+__all__ = ["FileReading", "NearRead"]
 
 _HANDOVER_NBYTES = 8 << 20
 """What is taken at once where there are handovers, in bytes: what crosses from one piece into the next is put together elsewhere."""
 _IN_A_ROW = 4
 """So many pieces that a storage can't read, with none between that it can, end the attempt: each may have taken its time."""
 _SAMPLES = 64
+_UNSPLIT_NBYTES = 1 << 62
 
 
 class FileReading:
@@ -152,3 +159,74 @@ class FileReading:
         for number in range(bisect_right(self._ends, begin), bisect_left(self._begins, end)):
             if self._wants[number].end > begin:
                 yield self._wants[number]
+
+
+class NearRead:
+    """What one load reads from a copy whose storage has its pieces proved while it reads (`storage.contract.ReadsPieces`).
+
+    Args:
+        info: The checkpoint.
+        source: The copy.
+        passed: Told what is wrong with it.
+        wants: What is wanted of it.
+        index: The checkpoint's index.
+
+    Attributes:
+        left: What is to be read elsewhere, or once more.
+        tried: Tier and file of each copy that is no good for what is left.
+        requests: Reads sent to the storage.
+        nbytes: Bytes read.
+    """
+
+    def __init__(self, info: CheckpointInfo, source: Source, passed: PassedOver, wants: Sequence[AnyWant], index: RoutingIndex) -> None:
+        self.left: list[Span] = []
+        self.tried: set[tuple[str, str]] = set()
+        self.requests = 0
+        self.nbytes = 0
+        self._info = info
+        self._source = source
+        self._passed = passed
+        self._wants = wants
+        self._index = index
+
+    async def read(self, entry_of: Callable[[str], Awaitable[FileEntry]]) -> None:
+        """Reads; what was not good is in `left` afterwards. `entry_of` gives a file with the digests of its blocks."""
+        tier, block_nbytes = self._source.tier, self._index.block_nbytes
+        assert isinstance(tier.storage, ReadsPieces)
+        cost = tier.speed.cost(local=tier.storage.capabilities.local)
+        by_file: dict[str, list[Span]] = {}
+        whole = replace(cost, span_nbytes=_UNSPLIT_NBYTES)  # its threads cut what they read as they need it
+        for span in plan_spans(self._wants, file_nbytes=self._index.file_nbytes, align=block_nbytes, cost=whole):
+            by_file.setdefault(span.file, []).append(span)
+        readings = [
+            FileReading(await entry_of(file), self._info.attempt.path(file), spans, block_nbytes, tier.speed.now)
+            for file, spans in by_file.items()
+        ]
+        self.requests += sum(len(reading.ranges) for reading in readings)
+        failure: StorageError | None = None
+        try:
+            await tier.storage.read_pieces(readings)
+        except StorageError as error:
+            failure = error
+        for reading in readings:
+            self.nbytes += reading.nbytes
+            for nbytes, seconds in reading.samples:
+                tier.speed.note(nbytes, seconds)
+            ranges = reading.left()
+            self.left.extend(reading.spans(ranges, cost.span_nbytes))
+            if self._note(reading, failure if ranges else None):
+                self.tried.add((tier.name, reading.entry.name))
+        if failure is None and self.nbytes:
+            self._passed.answers(tier)
+
+    def _note(self, reading: FileReading, failure: StorageError | None) -> bool:
+        """Notes what was wrong with a file, if anything was; False if it may well be read from there once more."""
+        source, file = self._source, reading.entry.name
+        for _, end, error in reading.errors:
+            assert isinstance(error, TierStoreError)
+            self._passed.note(source, file, error, partial(source.tier.storage.read, reading.path, end - 1, 1))
+        if reading.bad:
+            self._passed.note(source, file, damaged_block(min(reading.bad)[0] // self._index.block_nbytes))
+        if not reading.errors and not reading.bad and failure is not None:
+            self._passed.note(source, file, failure)
+        return bool(reading.errors or reading.bad)

@@ -13,7 +13,7 @@ from tierstore.tiers.quarantine import ReadAgain
 from tierstore.tiers.sources import Source
 from tierstore.tiers.tier import Tier
 
-__all__ = ["BadCopy", "OnDamage", "PassedOver"]
+__all__ = ["BadCopy", "OnDamage", "PassedOver", "damaged_block"]
 
 log = logging.getLogger(__name__)
 
@@ -113,3 +113,8 @@ class PassedOver:
             hint="load an older step, or `resume(fallback=True)`; `tierstore verify --level full` shows all that is damaged",
             **facts,
         )
+
+
+def damaged_block(number: int) -> IntegrityError:
+    """The error for a copy's file, one of whose blocks is not what the index promises."""
+    return IntegrityError(f"block {number} is damaged: its SHA-256 is not the one in the index")

@@ -7,39 +7,29 @@ named in a warning and passed over; only where no tier has good bytes is there a
 from __future__ import annotations
 
 import asyncio
-import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from tierstore.errors import IntegrityError, NotFoundError, StorageError, TierStoreError
-from tierstore.format.digest import DIGEST_NBYTES, bad_blocks, block_digests, digest_of, file_digest
-from tierstore.format.index import FileEntry, Index, PagedIndex, RoutingIndex, decode_head, decode_index
-from tierstore.format.manifest import FileRecord, Manifest, decode_manifest
-from tierstore.format.objects import ObjectsDocument, load_objects
-from tierstore.names import INDEX, MANIFEST, OBJECTS
+from tierstore.errors import IntegrityError, NotFoundError, StorageError
+from tierstore.format.digest import DIGEST_NBYTES, bad_blocks, block_digests
+from tierstore.format.index import FileEntry, RoutingIndex
+from tierstore.format.manifest import Manifest
 from tierstore.storage.contract import ReadsPieces, ReadsProved
 from tierstore.storage.tasks import all_or_none
 from tierstore.tiers.checkpoint import CheckpointInfo
+from tierstore.tiers.documents import Documents, Run
 from tierstore.tiers.fetching import BUDGET_NBYTES, fetch
-from tierstore.tiers.index_pages import IndexPages, read_whole
 from tierstore.tiers.leases import Lease
-from tierstore.tiers.nearby import FileReading
-from tierstore.tiers.passed_over import BadCopy, OnDamage, PassedOver
+from tierstore.tiers.nearby import NearRead
+from tierstore.tiers.passed_over import BadCopy, OnDamage, PassedOver, damaged_block
 from tierstore.tiers.reads import AnyWant, ReadCost, Span, Want, plan_spans, spread_spans
 from tierstore.tiers.sources import Source, sources_of
 from tierstore.tiers.tier import Tier, Tiers
 
 __all__ = ["BadCopy", "Replica", "Want", "open_replica"]
-
-log = logging.getLogger(__name__)
-
-_ENTRIES_NBYTES = 64 << 20
-"""Block digests that are kept, in bytes: those of 2 TiB."""
-_UNSPLIT_NBYTES = 1 << 62
 
 
 class BringsNearer(Protocol):
@@ -49,19 +39,12 @@ class BringsNearer(Protocol):
         """Does so for the files that `wants` are a large part of; fails no load."""
 
 
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
-"""Runs a coroutine on the event loop that a replica lives on, from another thread (`storage.loop.EventLoop.run`)."""
-
-
 class Replica:
     """One checkpoint, opened. Made by `open_replica`; methods run on the process's event loop.
 
     Attributes:
         info: The catalog's entry.
         lease: What keeps a collector from freeing it while it is read; None: nothing does.
-        manifest: The manifest, proved against the commit record.
-        index: The routing index, proved against the manifest. A long one reads its rows when they are asked for, and waits for them: it
-            is for the caller's threads, not for the event loop.
         hydrating: Asked before each read to bring whole files nearer; None: nothing is.
         bytes_fetched: Bytes read, by tier.
         requests: Reads sent to storages, by tier.
@@ -86,16 +69,22 @@ class Replica:
         self.bytes_fetched: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
         self._passed = PassedOver(info, sources, lease, on_damage)
-        self.manifest: Manifest
-        self.index: RoutingIndex
-        self._run = run
-        self._pages: IndexPages | None = None
+        self._documents = Documents(info, self._passed, run=run, requests=self.requests, bytes_fetched=self.bytes_fetched)
         self._sources = tuple(sources)
         self._budget_nbytes = budget_nbytes
-        self._objects: ObjectsDocument | None = None
-        self._ahead: dict[tuple[str, str, int, int | None], asyncio.Future[bytes]] = {}
-        self._manifest_document = b""
-        self._entries: dict[str, FileEntry] = {}
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest, proved against the commit record."""
+        return self._documents.manifest
+
+    @property
+    def index(self) -> RoutingIndex:
+        """The routing index, proved against the manifest.
+
+        A long one reads its rows when they are asked for, and waits for them: it is for the caller's threads, not for the event loop.
+        """
+        return self._documents.index
 
     @property
     def bad_copies(self) -> Sequence[BadCopy]:
@@ -144,11 +133,11 @@ class Replica:
             IntegrityError: No tier has a good copy of objects.json.
             NotFoundError: The checkpoint has nothing of that rank.
         """
-        return await asyncio.to_thread((await self._all_objects()).split, rank)
+        return await asyncio.to_thread((await self._documents.objects()).split, rank)
 
     async def encoded_tree(self, rank: int) -> Any:
         """What `objects` gives, parsed; it shares parts with other ranks' trees, and is not to be changed. Raises as `objects`."""
-        return await asyncio.to_thread((await self._all_objects()).tree, rank)
+        return await asyncio.to_thread((await self._documents.objects()).tree, rank)
 
     async def object_ranks(self) -> dict[int, int]:
         """Which tree each saved rank has, by number: ranks with the same number have the same objects.
@@ -156,7 +145,7 @@ class Replica:
         Raises:
             IntegrityError: No tier has a good copy of objects.json.
         """
-        return dict((await self._all_objects()).ranks)
+        return dict((await self._documents.objects()).ranks)
 
     async def document(self, name: str) -> bytes:
         """A small file (manifest, index, objects, a part record) as a whole, proved.
@@ -165,13 +154,7 @@ class Replica:
             IntegrityError: No tier has a good copy of it.
             NotFoundError: The manifest names no such file.
         """
-        if name == MANIFEST:
-            return self._manifest_document
-        if name not in (f.name for f in self.manifest.files):
-            raise NotFoundError(
-                f"the checkpoint in {self.info.attempt.folder} has no file {name!r}", hint="see `tierstore show`", file=name
-            )
-        return await self._document(self._record(name))
+        return await self._documents.bytes_of(name)
 
     async def read(self, wants: Sequence[AnyWant], *, verify: bool = True) -> None:
         """Fills the buffers of all `wants` from the nearest good copies; what is to be handed over is, before this returns.
@@ -197,7 +180,7 @@ class Replica:
             spans = plan_spans(wants, file_nbytes=self.index.file_nbytes, align=1, cost=self._cost())
             await self._fetch(spans, slots, verify=False)
             return
-        await self._load_entries(want.file for want in wants if want.nbytes)
+        await self._documents.load_entries(want.file for want in wants if want.nbytes)
         near, far = self._by_storage(wants)
         block_nbytes = self.index.block_nbytes
         works = [self._read_near(source, wanted, slots) for source, wanted in near]
@@ -220,14 +203,9 @@ class Replica:
 
     async def file_entry(self, name: str) -> FileEntry:
         """A file with the digests of its blocks, read if need be; raises as `document`."""
-        return await self._entry(name)
+        return await self._documents.entry(name)
 
     # ---- inside
-
-    async def _all_objects(self) -> ObjectsDocument:
-        if self._objects is None:
-            self._objects = await asyncio.to_thread(load_objects, await self._document(self._record(OBJECTS)))
-        return self._objects
 
     def _by_storage(self, wants: Sequence[AnyWant]) -> tuple[list[tuple[Source, list[AnyWant]]], list[AnyWant]]:
         """The wants by the copy that they are read from first, where its storage proves what it reads; and all others."""
@@ -248,48 +226,14 @@ class Replica:
 
     async def _read_near(self, source: Source, wants: Sequence[AnyWant], slots: dict[str, asyncio.Semaphore]) -> None:
         """Reads from a storage that has its pieces proved while it reads; what is not good there, from the next tiers."""
-        tier, block_nbytes = source.tier, self.index.block_nbytes
-        assert isinstance(tier.storage, ReadsPieces)
-        cost = replace(_cost_of(tier), span_nbytes=_UNSPLIT_NBYTES)  # its threads cut what they read as they need it
-        by_file: dict[str, list[Span]] = {}
-        for span in plan_spans(wants, file_nbytes=self.index.file_nbytes, align=block_nbytes, cost=cost):
-            by_file.setdefault(span.file, []).append(span)
-        readings = [
-            FileReading(await self._entry(file), self.info.attempt.path(file), spans, block_nbytes, tier.speed.now)
-            for file, spans in by_file.items()
-        ]
-        self.requests[tier.name] += sum(len(reading.ranges) for reading in readings)
-        failure: StorageError | None = None
+        near = NearRead(self.info, source, self._passed, wants, self.index)
         try:
-            await tier.storage.read_pieces(readings)
-        except StorageError as error:
-            failure = error
-        left: list[Span] = []
-        tried: set[tuple[str, str]] = set()
-        for reading in readings:
-            self.bytes_fetched[tier.name] += reading.nbytes
-            for nbytes, seconds in reading.samples:
-                tier.speed.note(nbytes, seconds)
-            ranges = reading.left()
-            left.extend(reading.spans(ranges, _cost_of(tier).span_nbytes))
-            if self._note(source, reading, failure if ranges else None):
-                tried.add((tier.name, reading.entry.name))
-        if failure is None and any(reading.nbytes for reading in readings):
-            self._passed.answers(tier)
-        if left:
-            await self._fetch(left, slots, tried=tried)
-
-    def _note(self, source: Source, reading: FileReading, failure: StorageError | None) -> bool:
-        """Notes what was wrong with a file, if anything was; False if it may well be read from there once more."""
-        file = reading.entry.name
-        for _, end, error in reading.errors:
-            assert isinstance(error, TierStoreError)
-            self._passed.note(source, file, error, partial(source.tier.storage.read, reading.path, end - 1, 1))
-        if reading.bad:
-            self._note_damage(source, file, min(reading.bad)[0])
-        if not reading.errors and not reading.bad and failure is not None:
-            self._passed.note(source, file, failure)
-        return bool(reading.errors or reading.bad)
+            await near.read(self._documents.entry)
+        finally:
+            self.requests[source.tier.name] += near.requests
+            self.bytes_fetched[source.tier.name] += near.nbytes
+        if near.left:
+            await self._fetch(near.left, slots, tried=near.tried)
 
     async def _fetch(
         self,
@@ -333,7 +277,7 @@ class Replica:
                     continue
                 if verify:
                     found = found or await asyncio.to_thread(block_digests, part, self.index.block_nbytes)
-                    left.extend(self._bad_blocks(source, await self._entry(span.file), begin, part.nbytes, found))
+                    left.extend(self._bad_blocks(source, await self._documents.entry(span.file), begin, part.nbytes, found))
             pending = left
             if not pending:
                 return
@@ -369,134 +313,8 @@ class Replica:
                 bad.append((b, e))
         if not bad:
             return []
-        self._note_damage(source, entry.name, bad[0][0])
+        self._passed.note(source, entry.name, damaged_block(bad[0][0] // size))
         return bad
-
-    def _note_damage(self, source: Source, file: str, offset: int) -> None:
-        block = offset // self.index.block_nbytes
-        self._passed.note(source, file, IntegrityError(f"block {block} is damaged: its SHA-256 is not the one in the index"))
-
-    async def _document(self, file: FileRecord) -> bytes:
-        """A small file as a whole, proved against the manifest."""
-        block_nbytes = self.manifest.block_nbytes
-
-        def prove(data: bytes) -> None:
-            if file_digest(block_digests(data, block_nbytes)) != file.digest:
-                raise IntegrityError("its SHA-256 is not the one in the manifest")
-
-        return await self._proved(file.name, file.nbytes, prove)
-
-    async def _proved(self, name: str, nbytes: int | None, prove: Callable[[bytes], None], begin: int = 0) -> bytes:
-        for source in self._passed.order(name):
-            try:
-                self.requests[source.tier.name] += 1
-                data = await self._asked(source, name, begin, nbytes)
-                self.bytes_fetched[source.tier.name] += len(data)
-                await asyncio.to_thread(prove, data)
-            except (StorageError, NotFoundError, IntegrityError) as error:
-                path = self.info.attempt.path(name)
-                self._passed.note(source, name, error, partial(_read_and_prove, source.tier, path, begin, nbytes, prove))
-                continue
-            return data
-        raise await self._passed.no_copy(name)
-
-    async def _asked(self, source: Source, name: str, begin: int, nbytes: int | None) -> bytes:
-        ahead = self._ahead.pop((source.tier.name, name, begin, nbytes), None)
-        return await (ahead or source.tier.storage.read(self.info.attempt.path(name), begin, nbytes))
-
-    async def _open(self, *, objects: bool) -> None:
-        source = self._sources[0]
-        if not source.tier.storage.capabilities.local:  # far away each question costs its time: all that are known are asked at once
-            for name, nbytes in self.info.opening.items():
-                if name == INDEX or (name == OBJECTS and objects):
-                    read = source.tier.storage.read(self.info.attempt.path(name), 0, nbytes)
-                    self._ahead[source.tier.name, name, 0, nbytes] = asyncio.ensure_future(read)
-        try:
-            await self._open_documents()
-            if objects:
-                await self._all_objects()
-        finally:
-            unused = list(self._ahead.values())
-            self._ahead.clear()
-            for task in unused:
-                task.cancel()
-            await asyncio.gather(*unused, return_exceptions=True)
-
-    async def _open_documents(self) -> None:
-        info = self.info
-
-        def prove_manifest(data: bytes) -> None:
-            if digest_of(data) != info.manifest_digest:
-                raise IntegrityError("its SHA-256 is not the one in the commit record")
-
-        document = await self._proved(MANIFEST, info.manifest_nbytes, prove_manifest)
-        self._manifest_document = document
-        self.manifest = await asyncio.to_thread(decode_manifest, document)
-        claimed = (self.manifest.run, self.manifest.step, self.manifest.save_id)
-        if claimed != (info.attempt.run, info.attempt.step, info.attempt.save_id):
-            raise IntegrityError(
-                f"the manifest in {info.attempt.folder} is that of {claimed[0]}@{claimed[1]}, save id {claimed[2]}",
-                hint="run `tierstore verify`",
-                run=info.run,
-                step=info.step,
-            )
-        record = self._record(INDEX)
-        if self._run is None or read_whole(record):
-            self.index, _ = await asyncio.to_thread(decode_index, await self._document(record))
-        else:
-            self.index = await self._open_pages(record, self._run)
-        self._check_index()
-
-    async def _open_pages(self, record: FileRecord, run: Run) -> PagedIndex:
-        """Reads the index's head alone; the rest when it is asked for."""
-
-        def prove_head(data: bytes) -> None:
-            if digest_of(data) != record.head_digest:
-                raise IntegrityError("its head is damaged: its SHA-256 is not the one in the manifest")
-
-        async def read(begin: int, nbytes: int, prove: Callable[[bytes], None]) -> bytes:
-            return await self._proved(INDEX, nbytes, prove, begin)
-
-        head = await asyncio.to_thread(decode_head, await read(0, record.head_nbytes, prove_head), record.nbytes)
-        shards = {f.name: f for f in self.manifest.files if f.kind == "shard"}
-        pages = self._pages = IndexPages(head=head, shards=shards, read=read)
-        return PagedIndex(head, lambda numbers: run(pages.groups(numbers)), lambda number: run(pages.digests([number]))[0])
-
-    def _check_index(self) -> None:
-        """Index and manifest name the same shards with the same sizes and digests (which a paged index proves when it reads them)."""
-        promised = {f.name: f for f in self.manifest.files if f.kind == "shard"}
-        for name in self.index.file_names:
-            record = promised.pop(name, None)
-            digest = self.index.file(name).digest if isinstance(self.index, Index) else record and record.digest
-            if record is None or record.nbytes != self.index.file_nbytes(name) or record.digest != digest:
-                raise IntegrityError(f"index and manifest of {self.info.attempt.folder} disagree about {name}", file=name)
-        if promised or self.index.block_nbytes != self.manifest.block_nbytes:
-            raise IntegrityError(f"index and manifest of {self.info.attempt.folder} disagree about their files or block size")
-
-    def _record(self, name: str) -> FileRecord:
-        record = next((f for f in self.manifest.files if f.name == name), None)
-        if record is None:
-            raise IntegrityError(f"the manifest in {self.info.attempt.folder} does not name {name}", file=name)
-        return record
-
-    async def _entry(self, name: str) -> FileEntry:
-        while (entry := self._entries.get(name)) is None:
-            await self._load_entries([name])
-        return entry
-
-    async def _load_entries(self, names: Iterable[str]) -> None:
-        """Reads the block digests of files, as far as they are not here."""
-        missing = [name for name in dict.fromkeys(names) if name not in self._entries]
-        if isinstance(self.index, PagedIndex) and self._pages is not None:
-            found = await self._pages.digests([self.index.file_number(name) for name in missing])
-            nbytes = map(self.index.file_nbytes, missing)
-            made = [FileEntry(name=n, nbytes=b, block_digests=d) for n, b, d in zip(missing, nbytes, found, strict=True)]
-        else:
-            made = [self.index.file(name) for name in missing]
-        held = sum(len(entry.block_digests) for entry in (*self._entries.values(), *made))
-        while self._entries and held > _ENTRIES_NBYTES:  # the oldest first
-            held -= len(self._entries.pop(next(iter(self._entries))).block_digests)
-        self._entries |= {entry.name: entry for entry in made}
 
     def _cost(self) -> ReadCost:
         return _cost_of(self._sources[0].tier)
@@ -541,12 +359,8 @@ async def open_replica(
         raise error if lease is None else await lease.explain(error)
     budget = tiers.scratch_nbytes if budget_nbytes is None else budget_nbytes
     replica = Replica(info, sources, budget_nbytes=budget, run=run, lease=lease, on_damage=on_damage)
-    await replica._open(objects=objects)
+    await replica._documents.open(sources[0], objects=objects)
     return replica
-
-
-async def _read_and_prove(tier: Tier, path: str, begin: int, nbytes: int | None, prove: Callable[[bytes], None]) -> None:
-    await asyncio.to_thread(prove, await tier.storage.read(path, begin, nbytes))
 
 
 def _cost_of(tier: Tier) -> ReadCost:
