@@ -56,10 +56,10 @@ def opened(tmp_path: Path, written: dict[str, int], monkeypatch: pytest.MonkeyPa
         name = Path(uri).name
         return PosixStorage(Path(uri), durable=False, syscalls=Counting(name, written))
 
-    def make(**config: Any) -> tierstore.Store:
+    def make(memory: dict[str, Any] | None = None, **config: Any) -> tierstore.Store:
         monkeypatch.setattr("tierstore.tiers.opening.open_storage", storage)
         tiers = [
-            {"name": "memory", "uri": str(tmp_path / "memory"), "scope": "node", "durable": False},
+            {"name": "memory", "uri": str(tmp_path / "memory"), "scope": "node", "durable": False, **(memory or {})},
             {"name": "disk", "uri": str(tmp_path / "disk"), "scope": "shared"},
         ]
         stores.append(tierstore.open({"run": "r", "tiers": tiers, "retention": RETENTION, **config}))
@@ -103,6 +103,16 @@ def test_the_bytes_are_copied_once_into_memory_and_once_to_the_disk(
     assert nbytes <= written["disk"] < nbytes + 100_000
     assert shards(tmp_path, "disk")[0].read_bytes() == image.read_bytes()
     assert torch.equal(store.load()["w"], state_of(0)["w"])
+
+
+def test_a_memory_tier_with_a_bandwidth_limit_takes_the_image_in_all_the_same(
+    opened: Callable[..., tierstore.Store], written: dict[str, int], tmp_path: Path
+) -> None:
+    store = opened(memory={"max_bandwidth": "1GiB/s"})
+    store.save(1, state_of(1)).wait("committed")
+    settle(store, tmp_path)
+    assert len(shards(tmp_path)) == 1
+    assert written.get("memory", 0) < ELEMENTS, "its documents alone"
 
 
 def test_two_images_take_turns_and_no_save_makes_fresh_memory(opened: Callable[..., tierstore.Store], tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ from tierstore.clock import Clock
 from tierstore.config_retention import RetentionConfig
 from tierstore.errors import RefusedError, SaveError, TierFullError, TierStoreError
 from tierstore.names import Attempt, shard_name
-from tierstore.storage.contract import Source
-from tierstore.storage.sources import ThrottledSource
 from tierstore.storage.tasks import end_all
 from tierstore.tiers.catalog import RecordCache, scan
 from tierstore.tiers.commit import condemned_error
@@ -187,10 +185,8 @@ class Engine:
         job = save.job
         await ensure_tier(self.tiers, tier)
         await still_there(self.tiers, tier)
-        limit = self.context.limits.get(tier.name)
-        shard: Source = job.shard if limit is None else ThrottledSource(job.shard, limit)
         save.reason = f"being written to {tier.name}"
-        with telling(self.context.progress, tier.name, job.attempt, shard_name(job.rank, job.world_size), shard) as told:
+        with telling(self.context.progress, tier.name, job.attempt, shard_name(job.rank, job.world_size), job.shard) as told:
             await persist(
                 tier,
                 job.attempt,
@@ -203,6 +199,7 @@ class Engine:
                 clock=self.clock,
                 authority=self.tiers.is_authority(tier),
                 block_nbytes=self.options.block_nbytes,
+                limit=self.context.limits.get(tier.name),
             )
 
     async def rescan_when_idle(self) -> None:

@@ -19,8 +19,9 @@ from tierstore.format.index import FileEntry, TensorEntry, build_index
 from tierstore.format.part import Part, encode_part
 from tierstore.format.receipt import Receipt, decode_receipt, encode_receipt
 from tierstore.names import TMP, Attempt, part_name, shard_name
+from tierstore.storage.bandwidth import Bandwidth
 from tierstore.storage.contract import FileInfo, InMemory, Source, Storage
-from tierstore.storage.sources import LocalSource, StorageSource, bare_of, work_of
+from tierstore.storage.sources import LocalSource, StorageSource, ThrottledSource, bare_of, work_of
 from tierstore.tiers.space import SAVE_RESERVE_NBYTES, check_space
 from tierstore.tiers.tier import Tier
 
@@ -186,6 +187,7 @@ async def persist(
     authority: bool,
     block_nbytes: int = BLOCK_NBYTES,
     reserve_nbytes: int = SAVE_RESERVE_NBYTES,
+    limit: Bandwidth | None = None,
 ) -> Part:
     """Makes one rank's part of an attempt durable on `tier`.
 
@@ -204,6 +206,7 @@ async def persist(
         authority: Whether `tier` is the authority, which needs no receipt.
         block_nbytes: The block size, in bytes.
         reserve_nbytes: Free space to leave, in bytes.
+        limit: The tier's bandwidth limit, for bytes that are copied; what a folder takes in by a link passes at once.
 
     Returns:
         The part record that was written.
@@ -224,7 +227,8 @@ async def persist(
             await tier.storage.delete([attempt.path(name)])
         raise
     own = written is None or (isinstance(shard, LocalSource) and shard.memory)
-    source = HashingSource(shard if own else StorageSource(tier.storage, attempt.path(name), shard.nbytes), block_nbytes)
+    copied = shard if limit is None or written is not None else ThrottledSource(shard, limit)
+    source = HashingSource(copied if own else StorageSource(tier.storage, attempt.path(name), shard.nbytes), block_nbytes)
     try:
         if written is None:
             written = await tier.storage.write(attempt.path(name), source)
