@@ -251,7 +251,7 @@ class Store:
         Args:
             state: What will be saved; names, shapes and dtypes count, and in a store of several ranks the values that ranks share.
             images: How many images to have; None: one, and where the nearest tier is memory, which keeps the images that were saved
-                last, one more than it keeps (two if its retention does not say).
+                last, one more than it keeps (two if its retention does not say), and than fit into its ``capacity``.
 
         Returns:
             What it took.
@@ -270,6 +270,7 @@ class Store:
             return prepare(
                 state,
                 images=images or self._images(),
+                room=None if images or self._pool.directory is None else self.config.tiers[0].capacity,
                 rank=self.rank,
                 world_size=self.world_size,
                 pool=self._pool,

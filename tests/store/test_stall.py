@@ -148,6 +148,15 @@ def test_a_memory_tier_gets_an_image_more_than_it_keeps(tmp_path: Path) -> None:
         assert store.prepare(state_of(MIB), images=5).images == 1
 
 
+def test_no_more_images_are_made_than_the_memory_tier_may_hold_and_one(tmp_path: Path) -> None:
+    near = {"name": "near", "uri": str(tmp_path / "near"), "scope": "node", "durable": False, "capacity": "10MiB"}
+    far = {"name": "far", "uri": str(tmp_path / "far"), "scope": "shared"}
+    retention = {"keep": [{"last": 50}], "tiers": {"near": {"keep": [{"last": 20}]}}}
+    with tierstore.open({"run": "r", "tiers": [near, far], "retention": retention}) as store:
+        prepared = store.prepare(state_of(4 * MIB))
+        assert prepared.images == 10 * MIB // prepared.nbytes + 1 == 3
+
+
 def test_what_can_not_be_prepared_says_so(store: tierstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="images=0"):
         store.prepare({}, images=0)

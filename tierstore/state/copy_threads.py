@@ -74,9 +74,10 @@ class CopyThreads:
         pool = self._threads() if len(known) > 1 or (known and meanwhile is not None) else None
         if pool is not None:
             try:
-                helpers = [pool.submit(drain) for _ in range(self.count - 1)]
+                for _ in range(self.count - 1):
+                    helpers.append(pool.submit(drain))  # each is waited for, also where the next is refused
             except RuntimeError:
-                pass  # the interpreter is ending and starts no thread any more: this one does it all
+                pass  # closed meanwhile, or the interpreter is ending and starts no thread any more: this one does the rest
         try:
             if meanwhile is not None:
                 meanwhile()
@@ -92,9 +93,11 @@ class CopyThreads:
 
     def close(self) -> None:
         """Ends the threads; what is run later is run by its caller. Idempotent."""
+        if self._pid != os.getpid():
+            return  # the parent's threads are not here, and its lock may be held by one of them
         with self._lock:
             pool, self._pool, self._closed = self._pool, None, True
-        if pool is not None and self._pid == os.getpid():
+        if pool is not None:
             pool.shutdown()
 
     def _threads(self) -> ThreadPoolExecutor | None:

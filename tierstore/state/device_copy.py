@@ -79,8 +79,11 @@ class Arrival:
         self._events.append((device, event))
 
     def done(self) -> bool:
-        """Whether nothing is under way."""
-        return all(event.done() for _, event in self._events)
+        """Whether nothing is under way, and nothing failed: `wait` tells that."""
+        try:
+            return all(event.done() for _, event in self._events)
+        except RuntimeError:
+            return False
 
     def wait(self) -> None:
         """Returns when all is there.

@@ -110,6 +110,7 @@ def prepare(
     state: Any,
     *,
     images: int,
+    room: int | None = None,
     rank: int = 0,
     world_size: int = 1,
     pool: ImagePool,
@@ -119,6 +120,10 @@ def prepare(
     joint: JointSave | None = None,
 ) -> Prepared:
     """Plans as `stage` does, sees to it that `images` images are there, touched and registered, and starts the threads; copies nothing.
+
+    Args:
+        images: How many.
+        room: The memory tier's capacity, in bytes: there are no more than it can hold, and one beside them; None: nothing bounds them.
 
     Raises:
         UnsupportedTypeError, UsageError, RankError: As `stage`.
@@ -137,7 +142,8 @@ def prepare(
 
         with _telling(joint):
             workers.start()
-            made = pool.reserve(plan.nbytes, images, touch)
+            held = images if room is None else room // plan.nbytes
+            made = pool.reserve(plan.nbytes, min(images, held + 1), touch)
         if joint is not None:
             joint.ready()
     return Prepared(nbytes=plan.nbytes, images=made, seconds=time.perf_counter() - began)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -87,6 +90,46 @@ def test_after_close_the_caller_does_it_alone() -> None:
     by: set[int] = set()
     threads.run([lambda: by.add(threading.get_ident())] * 20)
     assert by == {threading.get_ident()}
+
+
+def test_who_was_asked_to_help_before_the_threads_were_closed_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = CopyThreads(3)
+    asked, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+    caller, submit = threading.get_ident(), ThreadPoolExecutor.submit
+    submitted: list[object] = []
+
+    def once(pool: ThreadPoolExecutor, *given: Any) -> Any:
+        if submitted:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        submitted.append(given)
+        return submit(pool, *given)
+
+    def work() -> None:
+        if threading.get_ident() == caller:
+            asked.wait(10)  # the helper has some of it
+            may_end.set()
+        else:
+            asked.set()
+            may_end.wait(10)
+            ended.set()
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", once)
+    threads.run([work] * 2)
+    assert ended.is_set()
+    monkeypatch.undo()
+    threads.close()
+
+
+def test_a_child_that_ends_its_parents_threads_waits_for_no_lock_of_theirs() -> None:
+    threads = CopyThreads(2)
+    with threads._lock, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(10)
+            threads.close()
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_a_forked_child_starts_threads_of_its_own() -> None:

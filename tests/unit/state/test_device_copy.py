@@ -200,6 +200,21 @@ def test_a_device_that_fails_fails_the_save_and_nothing_else(
     assert not pool._busy
 
 
+def test_a_device_that_fails_when_it_is_asked_how_far_it_is_fails_the_save_as_well(
+    copies: DeviceCopies, device: LazyDevice, pool: ImagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(event: LazyEvent) -> bool:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(LazyEvent, "done", lost)
+    device.streams["side"].fails = True
+    staged = stage({"w": on_device(1.0)}, pool=pool, devices=copies)
+    with pytest.raises(IntegrityError, match="illegal memory access"):
+        run(staged.source.read(0, 8))
+    staged.release()
+    assert not pool._busy
+
+
 def test_copies_that_cannot_be_begun_are_made_one_by_one(
     copies: DeviceCopies, device: LazyDevice, pool: ImagePool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
