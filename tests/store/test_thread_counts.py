@@ -12,7 +12,7 @@ import torch
 
 import tierstore
 from tierstore.storage._reading import THREADS_EACH
-from tierstore.storage._threads import lower_priority
+from tierstore.storage._threads import DaemonPool, lower_priority
 
 
 def test_many_saves_and_copies_are_done_by_a_bounded_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,3 +37,25 @@ def test_many_saves_and_copies_are_done_by_a_bounded_number_of_threads(tmp_path:
     assert set(started) == set(bounds)
     assert priorities == {min(os.getpriority(os.PRIO_PROCESS, os.getpid()) + 1, 19)}
     assert {name for name in pools if name.startswith("tierstore")} <= {"tierstore", "tierstore-loop", "tierstore-worker", *started}
+
+
+def test_threads_work_where_their_priority_can_not_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(which: int, who: int, priority: int) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    pool = DaemonPool(1, "tierstore-test", nice=1)
+    try:
+        assert pool.submit(lambda: "done").result(timeout=30) == "done"
+    finally:
+        pool.shutdown()
+
+
+def test_a_thread_that_is_nicer_already_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to: list[int] = []
+    monkeypatch.setattr(os, "getpriority", lambda which, who: 0 if who == os.getpid() else 12)
+    monkeypatch.setattr(os, "setpriority", lambda which, who, priority: set_to.append(priority))
+    thread = threading.Thread(target=lower_priority, args=(5,))
+    thread.start()
+    thread.join()
+    assert set_to == []

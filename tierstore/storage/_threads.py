@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 __all__ = ["DaemonPool", "lower_priority"]
@@ -23,11 +24,14 @@ T = TypeVar("T")
 def lower_priority(nice: int) -> None:
     """Makes the calling thread nicer than its process by `nice`, 19 at most: it takes a core only as far as others leave it.
 
-    Linux alone has that for a thread; elsewhere nothing happens.
+    Linux alone has that for a thread; elsewhere, and where it is forbidden, nothing happens. A thread that is as nice already (it has that
+    from the one that made it) stays as it is: most processes may not take niceness back.
     """
     if nice and sys.platform == "linux":
-        process = os.getpriority(os.PRIO_PROCESS, os.getpid())  # of its first thread: the one that made this may be nicer itself
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(process + nice, 19))
+        with suppress(OSError):  # a thread that did not begin for that would leave everybody who waits for it waiting for ever
+            wanted = min(os.getpriority(os.PRIO_PROCESS, os.getpid()) + nice, 19)
+            if os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < wanted:
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), wanted)
 
 
 class DaemonPool(Executor):
