@@ -15,6 +15,7 @@ from ranks_kit import die, run_ranks
 
 import tierstore
 from tierstore.errors import DeadlineError, IntegrityError, SaveError, TierFullError, TierStoreError
+from tierstore.state.image_memory import Memory
 
 LONG = "30m"
 """A deadline that a test does not wait for."""
@@ -123,6 +124,7 @@ def fails_once(rank: int, world_size: int, folder: Path, how: str, failing: int)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
                 patch.setattr(os, "posix_fallocate", full)
+                patch.setattr(Memory, "anonymous", full)  # the memory that stands in while the tier holds what was saved before
             elif how == "background":
                 store._worker._queue.surface(SaveError("step 1 was not written", hint="free space"))
             elif how == "interrupt":
@@ -147,7 +149,7 @@ def save_interrupted(store: tierstore.Store, state: Any) -> Any:
     ("how", "kind", "text"),
     [
         ("type", "UnsupportedTypeError", "state['thing'] is a builtins.object"),
-        ("memory", "TierFullError", "has no room for a staging image of"),
+        ("memory", "TierFullError", "a staging image of"),
         ("background", "SaveError", "step 1 was not written"),
         ("interrupt", "KeyboardInterrupt", "Ctrl-C"),
     ],

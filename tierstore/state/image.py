@@ -301,19 +301,20 @@ class ImagePool:
         try:
             memory = self._map(nbytes)
         except TierFullError as error:
-            memory = self._squeezed(nbytes, error)
+            memory = self._squeezed(nbytes, error, stand_in=bounded)
         self.made += 1
         return memory
 
-    def _squeezed(self, nbytes: int, full: TierFullError) -> Memory:
-        """Room after all: our own idle images may be what fills the memory, or what the tier holds of ours, which stays."""
+    def _squeezed(self, nbytes: int, full: TierFullError, *, stand_in: bool) -> Memory:
+        """Room after all: our own idle images may be what fills the memory, or what the tier holds of ours, which stays (`stand_in`)."""
         if self._free:
             self._drop(list(self._free))
             try:
                 return self._map(nbytes)
             except TierFullError as error:
                 full = error
-        if self.directory is None or not self._lent:
+        ours = (*self._lent, *(image.memory for image in self._busy.values()))  # those in use will be the tier's in a moment
+        if not stand_in or all(memory.path is None for memory in ours):
             raise full
         log.warning("%s; the save is staged in anonymous memory, and its tier will not take it: %s", full.message, full.hint)
         return self._anonymous(nbytes)

@@ -137,6 +137,16 @@ def test_a_tmpfs_that_is_full_of_our_own_checkpoints_fails_no_save(
     assert pool.made == 2
 
 
+def test_a_tmpfs_that_is_full_of_a_save_on_its_way_fails_no_save_either(pool: ImagePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    busy = pool.acquire(NBYTES)  # the tier takes it in a moment: whether it has already must make no difference
+    monkeypatch.setattr(image_memory.os, "posix_fallocate", full)
+    assert busy.path is not None
+    assert pool.acquire(NBYTES).path is None
+
+
 def test_the_tiers_file_outlives_the_pool(tmp_path: Path) -> None:
     pool = ImagePool(tmp_path / ".tmp", max_nbytes=64 * PAGE)
     name = lend(pool.acquire(NBYTES), tmp_path / "shard", fill=9)
