@@ -86,11 +86,16 @@ async def _work(queue: Iterator[Span], read: Callable[[Span, memoryview], Awaita
 
 
 async def _to_the_end(work: Callable[[memoryview], None], part: memoryview) -> None:
-    """Runs `work` in a thread. A thread can't be cancelled: who is cancelled meanwhile waits for it, and then lets go of the memory."""
-    task = asyncio.ensure_future(asyncio.to_thread(work, part))
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        task.exception()  # we are cancelled: nobody asks what it came to
-        raise
+    """Runs `work` in a thread. A thread can't be cancelled: who is cancelled meanwhile, however often, waits for it, and lets go then."""
+    working = asyncio.get_running_loop().run_in_executor(None, work, part)  # no task: a loop that is closed cancels those
+    cancelled = False
+    while not working.done():
+        try:
+            await asyncio.wait({working})
+        except asyncio.CancelledError:
+            cancelled = True
+    failure = working.exception()
+    if cancelled:
+        raise asyncio.CancelledError
+    if failure is not None:
+        raise failure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 
@@ -153,3 +154,29 @@ def test_nothing_wanted_reads_nothing() -> None:
         raise AssertionError
 
     asyncio.run(fetch([], read, concurrency=3))
+
+
+def test_who_is_cancelled_twice_waits_for_the_thread_that_is_at_its_memory() -> None:
+    begun, go_on, through = threading.Event(), threading.Event(), threading.Event()
+
+    def receive(memory: memoryview) -> None:
+        begun.set()
+        assert go_on.wait(30)
+        through.set()
+
+    spans = planned([Handover("f", 0, 2 * MIB, receive, "t")], replace(COST, span_nbytes=8 * MIB))
+
+    async def cancel_twice() -> None:
+        task = asyncio.ensure_future(fetch(spans, answer, concurrency=1, budget_nbytes=4 * MIB))
+        assert await asyncio.to_thread(begun.wait, 30)
+        for _ in range(2):
+            task.cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not task.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert through.is_set()
+
+    asyncio.run(cancel_twice())
