@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from tierstore.errors import IntegrityError
 
@@ -102,8 +103,9 @@ class ReadCost:
 
     Attributes:
         gap_nbytes: Unwanted bytes that are cheaper to read than a further request.
-        span_nbytes: The longest request, in bytes, to within a block at each end. Longer ranges are split into requests of at least
-            half of that, so that several go at once.
+        span_nbytes: The longest request, in bytes, to within a block at each end. Longer ranges are split into requests of about
+            half of that, so that several go at once: at multiples of it in the file, where object stores have the borders of the parts
+            that it was uploaded in (a request across one costs the server two reads).
         concurrency: How many do.
         pitch_nbytes: For the parts of one group that lie in one file: no more requests than the range from its first part to its last
             has of these, whatever the gaps; half of `span_nbytes` at most. 0: no limit. So the columns of a matrix never become
@@ -287,17 +289,23 @@ def _split(file: str, wants: Sequence[AnyWant], nbytes: int, align: int, cost: R
     first, last = wants[0].offset, max(w.end for w in wants)
     begin, end = first - first % align, min(-(-last // align) * align, nbytes)
     count = min(_pieces(last - first, cost), -(-(end - begin) // align))
-    yield from _cut(file, wants, begin, end, nbytes, align, count)
+    yield from _cut(file, wants, begin, end, nbytes, align, count, grid=cost.span_nbytes // 2)
 
 
-def _cut(file: str, wants: Sequence[AnyWant], begin: int, end: int, nbytes: int, align: int, count: int) -> Iterator[Span]:
-    """``[begin, end)`` in `count` spans of whole blocks. `wants` by offset; `nbytes`: where no span goes beyond."""
+def _cut(
+    file: str, wants: Sequence[AnyWant], begin: int, end: int, nbytes: int, align: int, count: int, *, grid: int = 0
+) -> Iterator[Span]:
+    """``[begin, end)`` in `count` spans of whole blocks. `wants` by offset; `nbytes`: where no span goes beyond.
+
+    Spans are about equally long; with a `grid` they end at the nearest multiples of that, if that's possible: none is shorter than it.
+    """
     blocks = -(-(end - begin) // align)
+    edges = [min(begin + -(-blocks * number // count) * align, end) for number in range(count + 1)]
+    if grid and grid % align == 0 and all(after - before >= grid for before, after in pairwise(edges[:-1])):
+        edges[1:-1] = [(edge + grid // 2) // grid * grid for edge in edges[1:-1]]
     active: list[AnyWant] = []
     following = 0
-    for number in range(count):
-        limit = min(begin + -(-blocks * (number + 1) // count) * align, end)
-        start = begin + -(-blocks * number // count) * align
+    for start, limit in pairwise(edges):
         active = [w for w in active if w.end > start]
         while following < len(wants) and wants[following].offset < limit:
             active.append(wants[following])

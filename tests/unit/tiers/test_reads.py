@@ -38,10 +38,21 @@ def test_small_gaps_are_read_and_wide_ones_are_not() -> None:
     assert spans(want(0, 10), want(120, 10)) == [(0, 10), (120, 130)]
 
 
-def test_long_ranges_are_split_evenly_at_blocks() -> None:
-    assert spans(want(5, 1000)) == [(0, 510), (510, 1010)]
+def test_long_ranges_are_split_at_multiples_of_half_a_request() -> None:
+    assert spans(want(5, 1000)) == [(0, 400), (400, 1010)]
     assert spans(want(5, 790)) == [(0, 800)]
-    assert spans(want(5, 805)) == [(0, 410), (410, 810)]
+    assert spans(want(5, 805)) == [(0, 400), (400, 810)]
+
+
+@given(st.integers(0, 200 * MIB), st.integers(1, 200 * MIB))
+def test_requests_meet_at_the_borders_of_uploaded_parts(offset: int, nbytes: int) -> None:
+    """A request across a part's border costs the server two reads: only the ends of what is wanted lie within parts."""
+    wanted = Handover("f", offset, nbytes, lambda memory: None)
+    made = plan_spans([wanted], file_nbytes=lambda _: 1 << 30, align=MIB, cost=REMOTE_COST)
+    assert all(before.end == after.begin and after.begin % (8 * MIB) == 0 for before, after in itertools.pairwise(made))
+    assert len(made) == max(1, nbytes // (8 * MIB))
+    assert max(s.nbytes for s in made) <= REMOTE_COST.span_nbytes + MIB
+    assert min(s.nbytes for s in made) >= min(nbytes, 4 * MIB)
 
 
 def test_gaps_at_the_edges_of_a_split_are_not_read() -> None:
