@@ -46,6 +46,8 @@ class MemoryReader:
         dies: Called instead of the n-th read, counted from 1.
     """
 
+    hydrating: object | None = None
+
     def __init__(
         self,
         tensors: Mapping[str, torch.Tensor],

@@ -224,3 +224,27 @@ def test_damage_that_one_rank_meets_before_the_exchange_is_damage_to_all(tmp_pat
     found = run_ranks(3, differs, tmp_path, how="damage")
     assert [kind for kind, _, _ in found] == ["IntegrityError", "IncompleteError", "IntegrityError"]
     assert all("rows of this rank's are stored nowhere" in message and after == "together again" for _, message, after in found)
+
+
+@pytest.mark.parametrize("hydrating", [False, True])
+def test_ranks_that_have_everything_wait_for_those_that_copy_it_to_their_node(hydrating: bool) -> None:
+    waited: list[float] = []
+
+    class Alone(Agreement):
+        """What an exchange asks of an agreement, without a process group."""
+
+        def __init__(self) -> None:
+            self.rank, self.deadline_s = 0, 60.0
+
+        def agree(self, what: str, value: bytes, combine: Any) -> bytes:
+            waited.append(self.deadline_s)
+            raise RankError("far enough", ranks=[1])
+
+    agreement = Alone()
+    reader = MemoryReader(truth())
+    reader.hydrating = object() if hydrating else None
+    nbytes = sum(len(data) for data in reader.files.values())
+    with pytest.raises(RankError, match="far enough"), Exchange(agreement, what="the load of step 1") as exchange:
+        exchange.fill(reader, run, [wish(reader, name) for name in reader.index.names()])
+    assert waited == [60 + (nbytes / (4 << 20) if hydrating else 0)]
+    assert agreement.deadline_s == 60

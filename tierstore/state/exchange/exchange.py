@@ -54,6 +54,10 @@ class SharedReader(Reader, Protocol):
     def identity(self) -> str:
         """Names the checkpoint so that no other one has this name."""
 
+    @property
+    def hydrating(self) -> object | None:
+        """What `hydrate` does its work with; None: it does nothing."""
+
     def near_files(self) -> tuple[frozenset[str], frozenset[str]]:
         """The files that this node's own tiers should have; those that lie on local file systems, other nodes' too."""
 
@@ -103,10 +107,15 @@ class Exchange:
         wanted = [w for w in wants_of(fills, index.block_nbytes) if w.nbytes]
         run(reader.hydrate(wanted))  # before the ranks tell each other what lies near
         wants = Sorted(wanted, index.file_names)
-        needs = self._meet(self._needs(reader, wants))
         sizes = np.array([index.file_nbytes(name) for name in index.file_names], dtype=np.int64)
-        plan = plan_exchange(needs, rank=self._agreement.rank, file_nbytes=sizes, block_nbytes=index.block_nbytes)
         agreement, deadline_s = self._agreement, self._agreement.deadline_s
+        try:
+            if reader.hydrating is not None:  # ranks whose nodes have everything wait for those that copy all of it
+                agreement.deadline_s = deadline_s + int(sizes.sum()) / _SLOWEST
+            needs = self._meet(self._needs(reader, wants))
+        finally:
+            agreement.deadline_s = deadline_s
+        plan = plan_exchange(needs, rank=agreement.rank, file_nbytes=sizes, block_nbytes=index.block_nbytes)
         # Who is done early waits for the slowest. Who sees a connection break comes up to a deadline before who only sees silence, and
         # rank 0 is waited for longest, as it is rank 0 that names who is missing.
         patience_s = plan.slowest_nbytes / _SLOWEST + deadline_s * (2 if agreement.rank == 0 else 3)
