@@ -50,7 +50,7 @@ def section(what: str, document: dict[str, Any]) -> str:
         return _output(document["suites"].get(name))
     if kind == "picture":
         title = next(picture.title for picture in PICTURES if picture.name == name)
-        return f"![{title}](images/bench-{name}.png)"
+        return f"[![{title}](images/bench-{name}.png)](images/bench-{name}.svg)"
     if kind == "table":
         table = next((table for table in tables_of(document) if table.key == name), None)
         return "Not measured in this run." if table is None or not table.measured() else _table(table)

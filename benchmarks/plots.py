@@ -48,7 +48,7 @@ def draw(picture: Picture, table: Table, folder: Path) -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"font.size": 11, "svg.hashsalt": "tierstore", "svg.fonttype": "path", "font.family": "DejaVu Sans"})
+    plt.rcParams.update({"font.size": 11, "svg.hashsalt": "tierstore", "svg.fonttype": "none", "font.family": "DejaVu Sans"})
     rows = sorted(table.measured(), key=lambda row: row.median, reverse=True)
     figure, axes = plt.subplots(figsize=(9.5, 1.4 + 0.36 * len(rows)), layout="constrained")
     medians = [row.median for row in rows]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -218,8 +219,13 @@ def _write(document: dict[str, Any], output: Path) -> None:
     order = [suite.name for suite in SUITES]
     document["suites"] = dict(sorted(document["suites"].items(), key=lambda item: order.index(item[0])))
     temporary = output.with_suffix(".tmp")
-    temporary.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.write_text(as_text(document), encoding="utf-8")
     temporary.replace(output)
+
+
+def as_text(document: dict[str, Any]) -> str:
+    """The results as JSON, a row of a table on a line: short, and a diff shows what changed."""
+    return re.sub(r"\n {7,}|\n {6}(?=[\]}])", "", json.dumps(document, indent=1, ensure_ascii=False)) + "\n"
 
 
 def _arguments(suite: Suite, args: argparse.Namespace) -> list[str]:

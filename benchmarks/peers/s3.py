@@ -79,9 +79,9 @@ class RawClient(Remote):
     def __init__(self, put: Callable[[Path, str], object], get: Callable[[str, memoryview], object], key: str) -> None:
         self.put, self.get, self.key = put, get, key
         self.image: torch.Tensor | None = None
-        self.path = Path(
-            tempfile.mkstemp(prefix=f"tierstore-bench-{os.getpid()}-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)[1]
-        )
+        descriptor, path = tempfile.mkstemp(prefix=f"tierstore-bench-{os.getpid()}-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        os.close(descriptor)
+        self.path = Path(path)
 
     def save(self, state: State, turn: int) -> Wait:
         """The image is made at the first call, which warms up."""

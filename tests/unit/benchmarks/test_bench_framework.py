@@ -169,6 +169,13 @@ def test_the_page_of_performance_is_what_the_committed_results_say() -> None:
     assert page.filled(text, json.loads(run.LATEST.read_text(encoding="utf-8"))) == text, "run: python benchmarks/page.py"
 
 
+def test_results_are_written_with_a_line_for_a_row() -> None:
+    document = {"suites": {"s": {"tables": [table_of("k", a=[1.0, 2.0], b=[2.0]).as_json()], "output": ["{\n       }"]}}, "targets": []}
+    text = run.as_text(document)
+    assert json.loads(text) == document
+    assert sum('"values"' in line and line.strip().startswith("{") for line in text.splitlines()) == 2
+
+
 def test_every_picture_of_the_page_is_there() -> None:
     document = json.loads(run.LATEST.read_text(encoding="utf-8"))
     for name in plots.draw_all(document, ROOT, lambda picture, table, folder: None):
