@@ -15,6 +15,8 @@ from tierstore.units import format_size
 __all__ = ["as_bits", "dtype_name", "empty", "memory_of", "tensor_over", "torch_dtype"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NATIVE = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+"""What numpy's memory can be cast to bytes from."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -49,8 +51,9 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor's own memory, writable, without a copy; empty for a tensor without elements."""
     if tensor.numel() == 0:
         return memoryview(bytearray())
-    flat = as_bits(tensor).reshape(-1).view(torch.uint8)
-    return flat.numpy().data
+    if tensor.dtype in _NATIVE:  # each step of torch's is half a microsecond, and states have tens of thousands of tensors
+        return (tensor.detach() if tensor.requires_grad else tensor).numpy().data.cast("B")
+    return as_bits(tensor).numpy().data.cast("B")
 
 
 def tensor_over(memory: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

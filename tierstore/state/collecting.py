@@ -17,8 +17,9 @@ __all__ = ["collector_paused"]
 def collector_paused() -> Iterator[None]:
     """No collection of cycles while it lasts; nothing changes where the program has switched the collector off itself.
 
-    It is the process's: what other threads make meanwhile, in the milliseconds that a plan takes, is looked at afterwards. Where two
-    threads overlap, it ends with the first.
+    What is there at its end counts as looked at: the collector would else go through all of the plan at once, and through the rest of the
+    process with it. It is the process's: what other threads make meanwhile, in the milliseconds that a plan takes, is looked at with what
+    is old. Where two threads overlap, it ends with the first.
     """
     if not gc.isenabled():
         yield
@@ -27,4 +28,7 @@ def collector_paused() -> Iterator[None]:
     try:
         yield
     finally:
+        if not gc.get_freeze_count():  # else they are the program's, to be looked at never
+            gc.freeze()
+            gc.unfreeze()  # into the oldest generation, without a look at any of them
         gc.enable()

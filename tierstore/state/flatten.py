@@ -11,6 +11,7 @@ never the rest of its storage.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from tierstore.errors import UnsupportedTypeError
 from tierstore.format.objects import ObjectCodecs, Opaque, TensorRef
 from tierstore.state.bits import dtype_name
 from tierstore.state.collecting import collector_paused
-from tierstore.state.guard import check_storable
+from tierstore.state.guard import check_storable, is_plain
 from tierstore.state.paths import Place, Shown, assign_names, show
 from tierstore.state.sharded import Chunk, Piece, Spread, chunk_of, is_spread
 from tierstore.state.unflatten import COMPONENTS, MODULE_STATE, SPARSE, TENSOR, rebuilt
@@ -119,13 +120,13 @@ def flatten(state: Any, codecs: ObjectCodecs | None = None) -> FlatState:
 
 def _flattened(state: Any, codecs: ObjectCodecs) -> FlatState:
     slots: list[_Slot] = []
-    tree = _Walk(codecs, slots).walk(state, ())
+    tree = _Walk(codecs, slots, frozenset(kind for kind in _TENSORS if codecs.find(kind) is None)).walk(state, ())
     for slot, name in zip(slots, assign_names([s.place for s in slots]), strict=True):
         slot.name = name
     _share(slots)
     return FlatState(
         leaves=tuple(
-            Leaf(name=s.name, dtype=dtype_name(s.tensor.dtype), global_shape=s.global_shape, pieces=s.pieces, spread=s.spread)
+            Leaf(name=s.name, dtype=_name_of(s.tensor.dtype), global_shape=s.global_shape, pieces=s.pieces, spread=s.spread)
             for s in slots
             if s.same_as is None and s.view is None
         ),
@@ -140,14 +141,18 @@ def _flattened(state: Any, codecs: ObjectCodecs) -> FlatState:
 class _Walk:
     codecs: ObjectCodecs
     slots: list[_Slot]
+    tensors: frozenset[type]
+    """Kinds of tensors that no codec takes: they hold nothing that they could lie in."""
     meshes: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def walk(self, value: Any, place: Place, above: tuple[int, ...] = ()) -> Any:
         kind = type(value)
         if kind in _SCALARS:
             return value
-        if kind in _TENSORS and len(above) < MAX_DEPTH and self.codecs.find(kind) is None:
-            return self.tensor(value, place)  # holds nothing that it could lie in
+        if kind in self.tensors and len(above) < MAX_DEPTH:
+            if is_plain(value) and not hasattr(value, "global_offsets"):
+                return self.plain(value, place, kind is torch.nn.Parameter)
+            return self.tensor(value, place)
         if id(value) in above:
             raise UnsupportedTypeError(f"{show(place)} is the same object as one it lies in: the state is a cycle", hint="remove the cycle")
         inner = (*above, id(value))
@@ -197,6 +202,17 @@ class _Walk:
             return self.alone(place, value, extra)
         return self.sparse(value.detach(), place, extra)
 
+    def plain(self, value: torch.Tensor, place: Place, is_parameter: bool) -> _Slot:
+        """`tensor` for what nearly all of them are, in few steps of torch's: each is half a microsecond."""
+        needs_grad = value.requires_grad
+        dense = value.detach() if needs_grad or is_parameter else value
+        if dense.is_neg() or dense.is_conj():
+            dense = _resolved(dense)
+        shape = tuple(dense.shape)
+        made = _Slot(place, _EXTRA[needs_grad, is_parameter], dense, (Piece(tensor=dense, offsets=_zeros(len(shape))),), shape, None)
+        self.slots.append(made)
+        return made
+
     def sparse(self, value: torch.Tensor, place: Place, extra: Mapping[str, Any]) -> Any:
         coo = value.layout is torch.sparse_coo
         parts = {
@@ -225,6 +241,16 @@ class _Walk:
         return made
 
 
+@functools.cache
+def _zeros(ndim: int) -> tuple[int, ...]:
+    return (0,) * ndim
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return dtype_name(dtype)
+
+
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg()
 
@@ -251,7 +277,8 @@ def _share(slots: list[_Slot]) -> None:
             continue
         address = tensor.data_ptr()
         if address:
-            address -= int(tensor.storage_offset()) * tensor.itemsize
+            if offset := tensor.storage_offset():
+                address -= int(offset) * tensor.itemsize
         else:
             # Empty memory has no address. A tied tensor whose part here is empty must be found tied as on the ranks where it is not.
             address = tensor.untyped_storage().data_ptr() or tensor.untyped_storage()._cdata

@@ -8,7 +8,7 @@ from tierstore.errors import UnsupportedTypeError
 from tierstore.format.dtypes import DTYPES
 from tierstore.state.bits import dtype_name
 
-__all__ = ["check_storable"]
+__all__ = ["check_storable", "is_plain"]
 
 _KINDS = (torch.Tensor, torch.nn.Parameter)
 _DTYPES = frozenset(dtype for name in DTYPES if isinstance(dtype := getattr(torch, name, None), torch.dtype))
@@ -17,7 +17,7 @@ _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc,
 
 def check_storable(tensor: torch.Tensor, shown: object) -> None:
     """Raises UnsupportedTypeError, with the remedy, where the bytes of `tensor` would not be all of it. `shown`: its place."""
-    if _is_plain(tensor):
+    if is_plain(tensor):
         return
     kind = type(tensor)
     if kind.__name__ in ("FakeTensor", "FunctionalTensor"):
@@ -60,7 +60,7 @@ def check_storable(tensor: torch.Tensor, shown: object) -> None:
             )
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether it is what nearly all tensors are, told by few questions: dense, on the CPU, contiguous, and all of its memory there."""
     return (
         type(tensor) in _KINDS

@@ -21,12 +21,13 @@ from tierstore.state.codecs import default_codecs
 from tierstore.state.differences import LoadOptions, selected, unexpected_error
 from tierstore.state.exchange.exchange import BUDGET_NBYTES, Exchange, SharedReader
 from tierstore.state.jointly import asked_by_none, jointly, time_to_read
-from tierstore.state.matching import Match, leaves, match
+from tierstore.state.matching import Match, match
 from tierstore.state.pages import on_huge_pages
 from tierstore.state.paths import Place, name_of
 from tierstore.state.rank_trees import RankTrees
 from tierstore.state.rank_values import LazyValues, RankValues
 from tierstore.state.reading import Fill, Reader, Run, fill_all, same_values
+from tierstore.state.stored_kinds import leaves
 from tierstore.state.unflatten import MODULE_STATE, stored_tensors, unflatten
 from tierstore.units import format_some
 

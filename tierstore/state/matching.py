@@ -6,7 +6,7 @@ A checkpoint without a tree of its own (a flat dict of names) is matched by dott
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,13 +18,14 @@ from tierstore.format.objects import Opaque, TensorRef
 from tierstore.state.bits import dtype_name, torch_dtype
 from tierstore.state.collecting import collector_paused
 from tierstore.state.differences import Differences, LoadOptions, selected
-from tierstore.state.guard import check_storable
+from tierstore.state.guard import check_storable, is_plain
 from tierstore.state.paths import Place, Shown, name_of, show
 from tierstore.state.reading import Fill
 from tierstore.state.sharded import Piece, chunk_of, is_spread
+from tierstore.state.stored_kinds import deep, describe, flat, is_tensor, layout, leaves
 from tierstore.state.unflatten import MODULE_STATE, SPARSE, TENSOR, stored_tensors
 
-__all__ = ["Match", "leaves", "match"]
+__all__ = ["Match", "match"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,6 +97,7 @@ def match(
 
 
 _ABSENT = object()
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class _Planner:
@@ -106,7 +108,7 @@ class _Planner:
         self.options = options
         self.names = names
         self.plan = Match()
-        self.by_name = {name_of(t.place): t.name for t in stored_tensors(tree)} if _flat(tree) else {}
+        self.by_name = {name_of(t.place): t.name for t in stored_tensors(tree)} if flat(tree) else {}
         self.used: set[str] = set()
         self.matched = 0
         self.asked = 0
@@ -126,14 +128,14 @@ class _Planner:
             return self.tensor(into, node, place)
         if isinstance(into, dict):
             return self.mapping(into, node, place)
-        if isinstance(into, list | tuple) and not isinstance(into, torch.Size) and (_deep(into) or _deep(node)):
+        if isinstance(into, list | tuple) and not isinstance(into, torch.Size) and (deep(into) or deep(node)):
             return self.sequence(into, node, place)
         return self.value(into, node, place)
 
     def mapping(self, into: dict[Any, Any], node: Any, place: Place) -> _Finish:
         if not isinstance(node, dict):
             if node is not _ABSENT:
-                self.note("kind", place, f"is a {type(into).__name__} in `into`, stored as {_describe(node)}")
+                self.note("kind", place, f"is a {type(into).__name__} in `into`, stored as {describe(node)}")
                 return lambda build: into
             node = {}
         parts = {key: self.visit(item, node.get(key, _ABSENT), (*place, key)) for key, item in into.items()}
@@ -153,7 +155,7 @@ class _Planner:
     def sequence(self, into: list[Any] | tuple[Any, ...], node: Any, place: Place) -> _Finish:
         if not isinstance(node, list | tuple):
             if node is not _ABSENT:
-                self.note("kind", place, f"is a {type(into).__name__} in `into`, stored as {_describe(node)}")
+                self.note("kind", place, f"is a {type(into).__name__} in `into`, stored as {describe(node)}")
                 return lambda build: into
             node = ()
         stored: list[Any] = [*node, *([_ABSENT] * (len(into) - len(node)))]
@@ -182,7 +184,7 @@ class _Planner:
             return lambda build: into
         tensors = list(stored_tensors(node))
         if tensors and into is not None and not (isinstance(node, Opaque) and node.tag not in (TENSOR, SPARSE)):
-            self.note("kind", place, f"is {_describe(into)} in `into`, stored as {_describe(node)}")
+            self.note("kind", place, f"is {describe(into)} in `into`, stored as {describe(node)}")
             return lambda build: into
         self.matched += 1
         self.plan.fresh.append(node)
@@ -202,9 +204,9 @@ class _Planner:
             return keep
         if isinstance(node, Opaque) and node.tag == SPARSE:
             return self.sparse(into, node, place)
-        name = node.name if isinstance(node, TensorRef) else node.value["ref"].name if _is_tensor(node) else None
+        name = node.name if isinstance(node, TensorRef) else node.value["ref"].name if is_tensor(node) else None
         if name is None or (into.layout is not torch.strided and not is_spread(into)):
-            self.note("kind", place, f"is a {_layout(into)}tensor in `into`, stored as {_describe(node)}")
+            self.note("kind", place, f"is a {layout(into)}tensor in `into`, stored as {describe(node)}")
             return keep
         self.used.add(name)
         self.matched += 1
@@ -214,6 +216,9 @@ class _Planner:
         return keep
 
     def fill(self, into: torch.Tensor, name: str, place: Place) -> None:
+        if type(into) in _PLAIN and not hasattr(into, "global_offsets") and is_plain(into):
+            self.fill_plain(into, name, place)  # nearly all of them are: few steps for each of tens of thousands
+            return
         if is_spread(into):
             chunk = chunk_of(into, f"into{show(place).removeprefix('state')}")
             target, shape, pieces = chunk.tensor, chunk.global_shape, chunk.pieces
@@ -231,6 +236,19 @@ class _Planner:
         for piece in pieces:
             self.fill_piece(piece, entry, place)
 
+    def fill_plain(self, into: torch.Tensor, name: str, place: Place) -> None:
+        """`fill` for a dense, contiguous tensor in memory that this process has for itself."""
+        shape, dtype = tuple(into.shape), into.dtype
+        entry = self.find(name)  # all of it is wanted
+        if shape != entry.shape:
+            self.note("shape", place, f"is {list(shape)} in `into`, {list(entry.shape)} stored")
+            return
+        target = into.detach() if into.requires_grad or type(into) is not torch.Tensor else into
+        if torch_dtype(entry.dtype) is not dtype and not self.castable(entry, target, place):
+            return
+        if address := into.data_ptr():
+            self.fill_box(target, entry, place, tuple(map(range, shape)), (address, shape, dtype))
+
     def fill_piece(self, piece: Piece, entry: TensorEntry, place: Place) -> None:
         target = piece.tensor
         if not target.is_contiguous() and any(n == 0 and size > 1 for n, size in zip(target.stride(), target.shape, strict=True)):
@@ -238,10 +256,17 @@ class _Planner:
             return
         if target.numel() == 0:
             return
-        memory = (target.device, target.data_ptr(), target.shape, target.stride(), target.dtype)
+        shape, dtype = tuple(target.shape), target.dtype
+        if target.is_cpu and target.is_contiguous():
+            memory: tuple[Any, ...] = (target.data_ptr(), shape, dtype)
+        else:
+            memory = (target.device, target.data_ptr(), shape, target.stride(), dtype)
+        self.fill_box(target, entry, place, tuple(range(b, b + n) for b, n in zip(piece.offsets, shape, strict=True)), memory)
+
+    def fill_box(self, target: torch.Tensor, entry: TensorEntry, place: Place, box: tuple[range, ...], memory: tuple[Any, ...]) -> None:
+        """Plans to fill the box `box` of a stored tensor into `target`, whose memory `memory` names, but once if it is tied."""
         before = self.memory.setdefault(memory, entry)
         if before is entry:
-            box = tuple(range(begin, begin + size) for begin, size in zip(piece.offsets, target.shape, strict=True))
             self.plan.fills.append(Fill(entry=entry, box=box, target=target))
         elif (before.dtype, before.extents) != (entry.dtype, entry.extents):  # tied in `into`, stored apart
             self.plan.ties.append((self.find(before.name), self.find(entry.name), name_of(place)))
@@ -265,7 +290,7 @@ class _Planner:
         parts = list(stored_tensors(node))
         self.used.update(t.name for t in parts)
         if str(into.layout) != f"torch.{facts['layout']}":
-            self.note("kind", place, f"is a {_layout(into)}tensor in `into`, stored as {facts['layout']}")
+            self.note("kind", place, f"is a {layout(into)}tensor in `into`, stored as {facts['layout']}")
             return keep
         stored = self.index.dtype(parts[-1].name)
         if tuple(facts["shape"]) != tuple(into.shape):
@@ -319,7 +344,7 @@ class _Planner:
             found = [(place, node, list(stored_tensors(node, place))) for place, node in self.left]
             for place, node, tensors in found:
                 if not tensors:
-                    self.note("unexpected", place, _describe(node))
+                    self.note("unexpected", place, describe(node))
             for tensor in (t for _, _, tensors in found for t in tensors):
                 if tensor.name not in self.used and self.differences.counts("unexpected", tensor.place):
                     self.note("unexpected", tensor.place, f"{self.index.dtype(tensor.name)} {list(self.index.shape(tensor.name))}")
@@ -331,22 +356,6 @@ class _Planner:
                 f"nothing of `into` is in the checkpoint, which has {len(self.index):,} tensors: nothing would be loaded",
                 hint="compare the names: `tierstore tensors RUN@STEP` lists them",
             )
-
-
-def leaves(node: Any, place: Place = ()) -> Iterator[Place]:
-    """The places of all tensors and values of a stored tree."""
-    if isinstance(node, Opaque) and node.tag == MODULE_STATE:
-        node = node.value[0]
-    if isinstance(node, dict) and node:
-        for key, item in node.items():
-            yield from leaves(item, (*place, key))
-    elif isinstance(node, list | tuple) and _deep(node):
-        for at, item in enumerate(node):
-            yield from leaves(item, (*place, at))
-    elif isinstance(node, Opaque) and node.tag == SPARSE:
-        yield from (t.place for t in stored_tensors(node, place))
-    else:
-        yield place
 
 
 def _copied(into: torch.Tensor, value: Any, place: Place) -> torch.Tensor:
@@ -371,30 +380,3 @@ def _around(pieces: Sequence[Piece], ndim: int) -> tuple[range, ...]:
     begins = [min(piece.offsets[axis] for piece in pieces) for axis in range(ndim)]
     ends = [max(piece.offsets[axis] + piece.tensor.shape[axis] for piece in pieces) for axis in range(ndim)]
     return tuple(range(begin, end) for begin, end in zip(begins, ends, strict=True))
-
-
-def _is_tensor(node: Any) -> bool:
-    return isinstance(node, TensorRef) or (isinstance(node, Opaque) and node.tag == TENSOR)
-
-
-def _deep(node: Any) -> bool:
-    """Whether a container holds tensors or dicts, so that it is compared place by place and not replaced as a whole."""
-    if isinstance(node, torch.Tensor | TensorRef | Opaque | dict):
-        return True
-    return isinstance(node, list | tuple) and any(_deep(item) for item in node)
-
-
-def _flat(tree: Any) -> bool:
-    return isinstance(tree, dict) and bool(tree) and all(isinstance(k, str) and isinstance(v, TensorRef) for k, v in tree.items())
-
-
-def _layout(tensor: torch.Tensor) -> str:
-    return "" if tensor.layout is torch.strided else f"{tensor.layout} ".removeprefix("torch.")
-
-
-def _describe(node: Any) -> str:
-    if _is_tensor(node):
-        return "a tensor"
-    if isinstance(node, Opaque):
-        return str(node.value.get("layout", "sparse")) if node.tag == SPARSE else node.tag
-    return f"{type(node).__name__} {node!r}"[:80] if isinstance(node, int | float | str | None) else f"a {type(node).__name__}"

@@ -35,7 +35,14 @@ class Shown:
 
 def name_of(place: Place) -> str:
     """The name that a place gives, before collisions are resolved; ``state`` for a state that is one tensor."""
-    return ".".join(_text(key) for key in place) or "state"
+    try:
+        name = ".".join(place)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    else:  # as nearly all places do: nothing but text, none of which has to be escaped
+        if name.isprintable() and "" not in place:
+            return name or "state"
+    return ".".join(_text(key) for key in place)
 
 
 def assign_names(places: Sequence[Place]) -> list[str]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tierstore.errors import IncompleteError
-from tierstore.format.index import RoutingIndex, TensorEntry
+from tierstore.format.index import Extent, RoutingIndex, TensorEntry
 from tierstore.state.bits import as_bits, memory_of, tensor_over, torch_dtype
 from tierstore.state.boxes import Box, Read, intersect, reads_of
 from tierstore.state.collecting import collector_paused
@@ -71,6 +71,9 @@ def wants_of(fills: Sequence[Fill], block_nbytes: int) -> list[AnyWant]:
     wants: list[AnyWant] = []
     with collector_paused():
         for fill in _stored(fills):
+            if (extent := _one_extent(fill)) is not None:
+                wants.append(Want(extent.file, extent.begin, memory_of(fill.target), fill.entry.name))
+                continue
             for read in reads_for(fill, block_nbytes):
                 if read.strides is None:
                     wants.append(Want(read.file, read.offset, memory_of(read.target), fill.entry.name))
@@ -125,9 +128,8 @@ def reads_for(fill: Fill, block_nbytes: int) -> Iterator[Read]:
     stored = torch_dtype(entry.dtype)
     if target.numel() == 0:
         return
-    direct = target.device.type == "cpu" and target.dtype == stored and not (target.is_conj() or target.is_neg())
-    if direct and len(entry.extents) == 1 and entry.extents[0].sizes == tuple(target.shape) and target.is_contiguous():
-        extent = entry.extents[0]  # a whole tensor in one piece: nearly all of them are, and states have tens of thousands
+    direct = _takes_bytes(target, stored)
+    if (extent := _one_extent(fill)) is not None:
         yield Read(file=extent.file, offset=extent.begin, nbytes=extent.end - extent.begin, dtype=stored, target=target, strides=None)
         return
     covered = 0
@@ -154,6 +156,22 @@ def reads_for(fill: Fill, block_nbytes: int) -> Iterator[Read]:
             hint="a rank's part is missing: run `tierstore verify`, or load another step",
             tensor=entry.name,
         )
+
+
+def _takes_bytes(target: torch.Tensor, stored: torch.dtype) -> bool:
+    """Whether the stored bytes can be its memory's, as they are."""
+    return target.is_cpu and target.dtype is stored and not (target.is_conj() or target.is_neg())
+
+
+def _one_extent(fill: Fill) -> Extent | None:
+    """The extent that is read into the target as it is: nearly all are whole tensors in one piece, and states have tens of thousands."""
+    entry, target = fill.entry, fill.target
+    if len(entry.extents) != 1 or entry.extents[0].sizes != tuple(target.shape) or not target.numel() or not target.is_contiguous():
+        return None
+    begins = entry.extents[0].offsets
+    if any(wanted.start != begin or wanted.step != 1 for wanted, begin in zip(fill.box, begins, strict=True)):
+        return None
+    return entry.extents[0] if _takes_bytes(target, torch_dtype(entry.dtype)) else None
 
 
 def deliver(read: Read, memory: memoryview) -> None:

@@ -105,7 +105,10 @@ def stored_tensors(tree: Any, place: Place = ()) -> Iterator[StoredTensor]:
         yield from stored_tensors(node.value, place)
     elif isinstance(node, dict):
         for key, item in node.items():
-            yield from stored_tensors(item, (*place, key))
+            if type(item) is TensorRef:  # a generator of its own costs as much as all else
+                yield StoredTensor(place=(*place, key), name=item.name, base=item.name)
+            else:
+                yield from stored_tensors(item, (*place, key))
     elif isinstance(node, list | tuple):
         for i, item in enumerate(node):
             yield from stored_tensors(item, (*place, i))
