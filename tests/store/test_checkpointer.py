@@ -14,7 +14,7 @@ from loop_kit import Loop, Process
 import tierstore
 from tierstore.checkpointer import Checkpointer
 from tierstore.checkpointer.line import Line
-from tierstore.errors import NotFoundError, RefusedError, StateMismatchError, UsageError
+from tierstore.errors import NotFoundError, RefusedError, StateMismatchError, TierFullError, UsageError
 
 
 def tiers_of(folder: Path) -> list[str]:
@@ -51,6 +51,18 @@ def test_a_loop_that_ended_early_goes_on_bit_equal(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "parts") == [10, 12, 20, 24]
     with tierstore.open(tiers_of(tmp_path / "parts"), run="r") as store:
         assert [c.step for c in store.checkpoints() if c.final] == [12, 24]
+
+
+def test_memory_that_cannot_be_made_beforehand_stops_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise TierFullError("no room for an image")
+
+    monkeypatch.setattr(tierstore.Store, "prepare", full)
+    assert run(tmp_path, 3, prepare=True)[1] == [0, 1, 2]
+    assert "nothing was prepared for saves: no room for an image" in caplog.text
+    assert steps_in(tmp_path) == [2]
 
 
 def test_the_long_form_with_resume_and_range(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tierstore.checkpointer.parts import Parts
 from tierstore.checkpointer.stopping import Stopping
 from tierstore.config import load_config
 from tierstore.config_cadence import parse_every
-from tierstore.errors import DeadlineError, RefusedError, SaveError, TierStoreError, UsageError
+from tierstore.errors import DeadlineError, RankError, RefusedError, SaveError, TierFullError, TierStoreError, UsageError
 from tierstore.preemption import Preemption
 from tierstore.state.agreement import telling
 from tierstore.state.load import LoadOptions
@@ -194,8 +194,7 @@ class Checkpointer:
         self._line.at(n)
         if self._prepare:
             self._prepare = False
-            prepared = self.store.prepare(self._parts.capture(n, self.store.world_size))
-            log.info("run=%s prepared for saves of %d bytes in %.3f s", self.store.run, prepared.nbytes, prepared.seconds)
+            self._make_memory(n)
         answer = None if self.should_stop else self._stopping.arrive()
         if answer is not None and answer.request.stop:
             self._line.end()
@@ -357,6 +356,15 @@ class Checkpointer:
             parts.restore(into, self.store.rank)
             how.ranks.warn()  # type: ignore[union-attr]
         return found
+
+    def _make_memory(self, n: int) -> None:
+        """Only a matter of speed: where there is no room now, a save may still find some, or another tier."""
+        try:
+            prepared = self.store.prepare(self._parts.capture(n, self.store.world_size))
+        except (TierFullError, RankError) as error:  # a RankError is another rank's TierFullError, or will come again at the save
+            log.warning("run=%s nothing was prepared for saves: %s", self.store.run, error.message)
+        else:
+            log.info("run=%s prepared for saves of %d bytes in %.3f s", self.store.run, prepared.nbytes, prepared.seconds)
 
     def _prepared(self, n: int, metrics: Mapping[str, Any] | None, *, tags: Sequence[str], final: bool = False) -> Callable[[], Ticket]:
         """The state is looked at here, in the thread that trains; the call that is returned may be made in another."""
