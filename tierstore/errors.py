@@ -249,3 +249,18 @@ class PartialError(TierStoreError, RuntimeError):
 def reason_of(error: BaseException) -> str:
     """`error` as the reason of another one, in a message: ``Kind: what happened``, without its hint. Not in `__all__`: no error."""
     return f"{type(error).__name__}: {error.message if isinstance(error, TierStoreError) else error}"
+
+
+def without_frames(error: BaseException) -> None:
+    """Lets go of what the functions that `error` and its causes passed through had in hand, gigabytes maybe; what it says stays.
+
+    For an error that is kept. Not in `__all__`: no error.
+    """
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            left += (one.__cause__, one.__context__)

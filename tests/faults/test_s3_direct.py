@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 
 from tierstore.errors import AccessError, ConfigError, DeadlineError, IntegrityError, NotFoundError, TemporaryError
 from tierstore.storage._http_range import RangeRead
+from tierstore.storage._threads import DaemonPool
 from tierstore.storage.s3 import S3Storage
 from tierstore.storage.s3_direct import DirectReads
 from tierstore.testing.proxy import CuttingProxy, Rule
@@ -298,3 +301,36 @@ def test_an_endpoint_that_is_down_is_the_clients_to_tell(s3_bucket: str, s3_opti
             await storage.read("file", 0, 5 * MIB)
 
     use(s3_bucket, {**s3_options, "endpoint_url": "http://127.0.0.1:9", "client": "direct"}, body, attempts=1)
+
+
+def test_a_read_that_is_cancelled_twice_still_waits_for_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, go, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Read:
+        def run(self) -> bool:
+            began.set()
+            go.wait(30)
+            ended.set()
+            return True
+
+        def abort(self) -> None:
+            """It is deaf for a while, as a thread in a system call is."""
+
+    async def main() -> None:
+        reads = DirectReads.__new__(DirectReads)
+        pool = DaemonPool(1, "test")
+        monkeypatch.setattr(reads, "_here", lambda: SimpleNamespace(pool=pool))
+        task = asyncio.ensure_future(reads.run("key", Read()))  # type: ignore[arg-type]
+        await asyncio.to_thread(began.wait, 30)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        assert not task.done()
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended.is_set()
+        pool.shutdown()
+
+    asyncio.run(main())

@@ -83,6 +83,22 @@ def test_slots_are_given_in_the_order_of_asking_and_a_cancelled_wait_gives_its_t
     asyncio.run(body())
 
 
+def test_a_wait_that_is_cancelled_in_the_instant_in_which_a_slot_is_given_back_stays_cancelled() -> None:
+    async def main() -> None:
+        slots = Slots(1)
+        await slots.acquire()
+        first, second = asyncio.ensure_future(slots.acquire()), asyncio.ensure_future(slots.acquire())
+        await asyncio.sleep(0)
+        first.cancel()
+        slots.release()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        await second
+        assert slots.in_flight == 1
+
+    asyncio.run(main())
+
+
 def test_no_slots_at_all_are_refused() -> None:
     with pytest.raises(UsageError, match="move nothing"):
         Slots(0)

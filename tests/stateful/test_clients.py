@@ -458,7 +458,7 @@ def test_two_clients_keep_the_promises(long_run: bool) -> None:
 
 
 def test_two_clients_keep_the_promises_on_real_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_run: bool) -> None:
-    monkeypatch.setattr("tierstore.storage.posix.DaemonPool", InlinePool)
+    monkeypatch.setattr("tierstore.storage._calls.DaemonPool", InlinePool)
 
     class OnFolders(Clients):
         @staticmethod

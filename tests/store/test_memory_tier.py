@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,11 @@ import pytest
 import torch
 
 import tierstore
-from tierstore.errors import NotFoundError
+from tierstore.errors import NotFoundError, TierFullError
 from tierstore.state import image_memory
 from tierstore.storage._syscalls import OsSyscalls
 from tierstore.storage.posix import PosixStorage
+from tierstore.tiers.persist import HashingSource
 from tierstore.tiers.replica import Want, open_replica
 
 ELEMENTS = 300_000
@@ -185,9 +188,37 @@ def test_a_tier_that_has_no_room_for_two_images_fails_no_save(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(image_memory.os, "posix_fallocate", full)
-    store.save(1, state_of(1)).wait("durable", 30)
+    ticket = store.save(1, state_of(1))
+    ticket.wait("durable", 30)
     store.sync()
     assert torch.equal(store.load()["w"], state_of(1)["w"])
+
+
+def test_who_keeps_the_ticket_of_a_save_that_a_full_tier_refused_keeps_no_image(
+    opened: Callable[..., tierstore.Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[weakref.ref[HashingSource]] = []
+
+    async def full(self: PosixStorage, path: str, source: HashingSource) -> None:
+        if path.endswith(".safetensors") and self.uri.endswith("memory"):
+            kept.append(weakref.ref(source))
+            raise TierFullError("no room")
+        return await write(self, path, source)
+
+    write: Any = PosixStorage.write
+    monkeypatch.setattr(PosixStorage, "write", full)
+    monkeypatch.setattr(PosixStorage, "clone", None)
+    store = opened()
+    gc.disable()
+    try:
+        ticket = store.save(1, state_of(1))
+        ticket.wait("durable", 30)
+        store.close()
+        assert kept
+        assert [reference() for reference in kept] == [None] * len(kept)
+        assert ticket.errors
+    finally:
+        gc.enable()
 
 
 def test_a_memory_tier_that_was_removed_meanwhile_costs_no_save(opened: Callable[..., tierstore.Store], tmp_path: Path) -> None:

@@ -116,7 +116,11 @@ class DirectReads:
             done = await asyncio.shield(task)
         except asyncio.CancelledError:
             read.abort()
-            await asyncio.wait({task})
+            while not task.done():
+                try:
+                    await asyncio.wait({task})
+                except asyncio.CancelledError:
+                    continue  # once more: the memory is the caller's again only when nobody writes into it
             if not task.cancelled():
                 task.exception()  # seen, so that asyncio does not report it
             raise

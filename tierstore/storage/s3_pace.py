@@ -57,7 +57,7 @@ class Slots:
             except BaseException:
                 if turn.done() and not turn.cancelled():
                     self.in_flight -= 1  # it was granted in the same instant
-                else:
+                elif turn in self._waiting:  # else it was passed over in the same instant
                     self._waiting.remove(turn)
                 self._grant()
                 raise

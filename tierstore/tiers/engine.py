@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from tierstore.clock import Clock
 from tierstore.config_retention import RetentionConfig
-from tierstore.errors import RefusedError, SaveError, TierFullError, TierStoreError
+from tierstore.errors import RefusedError, SaveError, TierFullError, TierStoreError, without_frames
 from tierstore.names import Attempt, shard_name
 from tierstore.storage.tasks import end_all
 from tierstore.tiers.catalog import RecordCache, scan
@@ -253,6 +253,7 @@ class Engine:
             )
 
     def cannot_write(self, save: Save, tier: Tier, error: TierStoreError) -> None:
+        without_frames(error)  # who keeps the ticket, or the error, is not to keep the image
         text = f"{type(error).__name__}: {error.message}"
         if tier.name not in self.trouble:
             log.warning("tier=%s checkpoint=%s can't take the save: %s", tier.name, save.job.attempt.folder, error.message)

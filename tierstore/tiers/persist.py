@@ -125,11 +125,13 @@ class HashingSource:
         return b"".join(done)
 
     async def settle(self) -> None:
-        """Waits until no thread hashes the source's memory any more."""
+        """Waits until no thread hashes the source's memory any more. Called when the write has ended; the source is not kept after it."""
         while self._hashing:
             await asyncio.wait(self._hashing)
         if self._looking:
             await asyncio.to_thread(self._wait)
+        for name in ("view", "bare", "work"):  # they refer to us: without them the image is let go of at once, not by the collector
+            self.__dict__.pop(name, None)
 
     def _wait(self) -> None:
         with self._changed:
