@@ -68,7 +68,7 @@ class LoadOptions:
                 raise UsageError(
                     f"LoadOptions({option}={getattr(self, option)!r})", hint=f"{option} is one of {', '.join(map(repr, values))}"
                 )
-        if self.hydrate is True or self.hydrate == "":
+        if self.hydrate in (True, ""):
             raise UsageError(f"LoadOptions(hydrate={self.hydrate!r})", hint="name a tier of this node, or say False")
         for option in ("allow_missing", "allow_unexpected"):
             if isinstance(getattr(self, option), str):
