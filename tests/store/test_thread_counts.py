@@ -18,6 +18,7 @@ from tierstore.storage._threads import DaemonPool, lower_priority
 def test_many_saves_and_copies_are_done_by_a_bounded_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = Counter[str]()
     priorities: set[int] = set()
+    before = set(threading.enumerate())  # those of other tests' stores
 
     def note(nice: int) -> None:
         lower_priority(nice)
@@ -31,7 +32,7 @@ def test_many_saves_and_copies_are_done_by_a_bounded_number_of_threads(tmp_path:
     with tierstore.open({"run": "r", "tiers": tiers, "durable_at": "far", "io": {"threads": 2, "nice": 1}}) as store:
         for ticket in [store.save(step, {"w": torch.full((3 << 18,), float(step)), "b": torch.ones(8)}) for step in range(6)]:
             ticket.wait("durable")
-        pools = {thread.name.rstrip("0123456789").rstrip("-_") for thread in threading.enumerate()}
+        pools = {thread.name.rstrip("0123456789").rstrip("-_") for thread in threading.enumerate() if thread not in before}
     bounds = {"tierstore-work": 2, "tierstore-posix": 2 * len(tiers), "tierstore-posix-read": THREADS_EACH * 2 * len(tiers)}
     assert started <= Counter(bounds), "more than io.threads for a pool"
     assert set(started) == set(bounds)
