@@ -50,6 +50,8 @@ def section(what: str, document: dict[str, Any]) -> str:
         return _output(document["suites"].get(name))
     if kind == "picture":
         title = next(picture.title for picture in PICTURES if picture.name == name)
+        if not (PAGE.parent / "images" / f"bench-{name}.png").exists():
+            return "Not drawn: it was not measured in this run."
         return f"[![{title}](images/bench-{name}.png)](images/bench-{name}.svg)"
     if kind == "table":
         table = next((table for table in tables_of(document) if table.key == name), None)
