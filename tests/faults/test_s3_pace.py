@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 import logging
-from datetime import datetime, timezone
 
 import pytest
+from clock_kit import ManualClock
 from s3_kit import FakeS3, fake_storage, refusal_of
 
 from tierstore.errors import TemporaryError, UsageError
@@ -167,31 +165,6 @@ def test_one_huge_file_and_many_small_ones_share_the_slots_and_the_memory(monkey
 
 
 # The limit
-
-
-class ManualClock:
-    """Sleepers wake in the order of their time; the clock jumps to the next one when all tasks wait."""
-
-    def __init__(self) -> None:
-        self.at = 100.0
-        self._numbers = itertools.count()
-        self._sleepers: list[tuple[float, int, asyncio.Event]] = []
-
-    def now(self) -> datetime:
-        return datetime.fromtimestamp(self.at, timezone.utc)
-
-    def monotonic(self) -> float:
-        return self.at
-
-    async def sleep(self, seconds: float) -> None:
-        event = asyncio.Event()
-        heapq.heappush(self._sleepers, (self.at + seconds, next(self._numbers), event))
-        await event.wait()
-
-    def wake_next(self) -> None:
-        if self._sleepers:
-            self.at, _, event = heapq.heappop(self._sleepers)
-            event.set()
 
 
 @pytest.mark.parametrize("rate", [1 << 20, 3 << 20])

@@ -3,47 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
-from datetime import datetime, timezone
 
 import pytest
+from clock_kit import ManualClock
 
 from tierstore.errors import UsageError
 from tierstore.storage.bandwidth import Bandwidth
 from tierstore.storage.sources import BytesSource, CountingSource, ThrottledSource
 
 MIB = 1 << 20
-
-
-class ManualClock:
-    """Sleepers wake in order of their time; the clock jumps to the next one when all tasks wait."""
-
-    def __init__(self) -> None:
-        self.at = 100.0
-        self._numbers = itertools.count()
-        self._sleepers: list[tuple[float, int, asyncio.Event]] = []
-
-    def now(self) -> datetime:
-        return datetime.fromtimestamp(self.at, timezone.utc)
-
-    def monotonic(self) -> float:
-        return self.at
-
-    async def sleep(self, seconds: float) -> None:
-        event = asyncio.Event()
-        heapq.heappush(self._sleepers, (self.at + seconds, next(self._numbers), event))
-        await event.wait()
-
-    async def drive(self, tasks: list[asyncio.Task[None]]) -> None:
-        while not all(task.done() for task in tasks):
-            for _ in range(5):
-                await asyncio.sleep(0)
-            if self._sleepers and not all(task.done() for task in tasks):
-                self.at, _, event = heapq.heappop(self._sleepers)
-                event.set()
-        for task in tasks:
-            task.result()
 
 
 @pytest.mark.parametrize("rate", [10 * MIB, 3 * MIB, 100 * MIB])
