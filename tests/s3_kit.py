@@ -6,9 +6,10 @@ import asyncio
 import hashlib
 from base64 import b64encode
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from botocore.exceptions import ClientError
@@ -17,6 +18,7 @@ from tierstore.storage.s3 import S3Storage
 from tierstore.storage.s3_client import Body, Client
 
 MIB = 1 << 20
+T = TypeVar("T")
 
 
 def refusal_of(code: str, status: int) -> ClientError:
@@ -173,3 +175,16 @@ def crc32_base64(data: bytes) -> str:
     import zlib
 
     return b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+
+
+def use(uri: str, options: dict[str, Any], body: Callable[[S3Storage], Awaitable[T]], **settings: Any) -> T:
+    """Runs `body` with a storage of its own, which is closed afterwards."""
+
+    async def main() -> T:
+        storage = S3Storage(uri, options, **{"attempts": 3, **settings})
+        try:
+            return await body(storage)
+        finally:
+            await storage.close()
+
+    return asyncio.run(main())

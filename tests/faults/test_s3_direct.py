@@ -6,11 +6,12 @@ import asyncio
 import os
 import threading
 import warnings
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
+from s3_kit import use
 
 from tierstore.errors import AccessError, ConfigError, DeadlineError, IntegrityError, NotFoundError, TemporaryError
 from tierstore.storage._http_range import RangeRead
@@ -42,17 +43,6 @@ def options(proxy: CuttingProxy, s3_options: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def _stored(s3_bucket: str, s3_options: dict[str, Any]) -> None:
     use(s3_bucket, s3_options, lambda storage: storage.put("file", DATA))
-
-
-def use(uri: str, options: dict[str, Any], body: Callable[[S3Storage], Awaitable[T]], **settings: Any) -> T:
-    async def main() -> T:
-        storage = S3Storage(uri, options, **{"attempts": 3, **settings})
-        try:
-            return await body(storage)
-        finally:
-            await storage.close()
-
-    return asyncio.run(main())
 
 
 class Counted:

@@ -6,13 +6,14 @@ import asyncio
 import logging
 import pickle
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 from fork_kit import run_forked
+from s3_kit import use
 
 from tierstore.errors import (
     AccessError,
@@ -45,17 +46,6 @@ def proxy(s3_server: S3Server) -> Iterator[CuttingProxy]:
 def through(proxy: CuttingProxy, s3_bucket: str, s3_options: dict[str, Any]) -> dict[str, Any]:
     """The options that reach the server through the proxy."""
     return {**s3_options, "endpoint_url": proxy.endpoint_url}
-
-
-def use(uri: str, options: dict[str, Any], body: Callable[[S3Storage], Awaitable[T]], **settings: Any) -> T:
-    async def main() -> T:
-        storage = S3Storage(uri, options, **{"attempts": 3, **settings})
-        try:
-            return await body(storage)
-        finally:
-            await storage.close()
-
-    return asyncio.run(main())
 
 
 def unfinished(uri: str, options: dict[str, Any]) -> list[str]:
