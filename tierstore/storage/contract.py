@@ -14,19 +14,22 @@ Rules (each has a test in `tierstore.testing.conformance`):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from tierstore.storage.bandwidth import Bandwidth
 
 __all__ = [
     "Capabilities",
     "FileInfo",
+    "Growing",
     "InMemory",
     "Listing",
+    "PackHints",
+    "PackedFacts",
     "PacesWrites",
     "Reading",
     "ReadsEach",
@@ -34,7 +37,9 @@ __all__ = [
     "ReadsProved",
     "Source",
     "Storage",
+    "Unchanged",
     "WritesOn",
+    "WritesPacked",
 ]
 
 
@@ -85,6 +90,25 @@ class WorksBeside(InMemory, Protocol):
         """The work, without the bytes; raises as `view`."""
 
 
+@runtime_checkable
+class Growing(Protocol):
+    """Beyond the contract: a source whose length is known only when its last byte has been made. `Storage.write` and `write_on` take it.
+
+    Bytes are made from front to back; what was made before can be asked for again, and is the same then.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """What its length is at most, in bytes."""
+
+    @property
+    def length(self) -> int | None:
+        """Its length, in bytes; None until it is known."""
+
+    async def read(self, offset: int, nbytes: int) -> memoryview:
+        """The bytes at `offset`: `nbytes` of them, or as many as there are before the end; none beyond it. As `Source.read` otherwise."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileInfo:
     """What a storage says of a file. Times are the storage's own and steer nothing that matters."""
@@ -95,6 +119,13 @@ class FileInfo:
     etag: str = ""
     checksum: str = ""
     """What the server computed and returned, e.g. ``sha256:<base64>`` or ``crc32c:<base64>-<parts>``; empty if it has none."""
+    stored_nbytes: int | None = None
+    """What it takes up there, in bytes, where that is not `nbytes` (a packed file); see `taken_nbytes`."""
+
+    @property
+    def taken_nbytes(self) -> int:
+        """What it takes up in the storage, in bytes."""
+        return self.nbytes if self.stored_nbytes is None else self.stored_nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,3 +306,67 @@ class PacesWrites(Protocol):
 
     def pace_writes(self, limit: Bandwidth | None) -> None:
         """From now on all bodies that are sent wait for `limit`; None: for nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unchanged:
+    """Bytes ``[begin, end)`` of a file that is written which are, by their digests, those of the file `path` from `source` on."""
+
+    begin: int
+    end: int
+    path: str
+    source: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackHints:
+    """What a writer knows of a shard that is packed.
+
+    Attributes:
+        unchanged: Whole blocks (or the last, shorter one) that lie in the storage already; sorted, without overlaps. They must stay there
+            for as long as the file that is written.
+        exact: Nothing is to be quantised, whatever the storage is told to do.
+        scheme: The scheme to quantise by, where the storage quantises at all; None: its own.
+    """
+
+    unchanged: Sequence[Unchanged] = ()
+    exact: bool = False
+    scheme: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedFacts:
+    """What a packed file says of itself.
+
+    Attributes:
+        digest: ``sha256:`` and the SHA-256 of its footer, which proves all frames that are not exact.
+        stored_nbytes: Its length, in bytes.
+        lossy: Numbers of the blocks that are not exactly what they were; empty: the file is exact.
+        refers_to: Paths of the other files that some of its bytes are taken from.
+        quantised: Tensor (key in the shard's header) → facts of how it was quantised, JSON.
+    """
+
+    digest: str
+    stored_nbytes: int
+    lossy: frozenset[int]
+    refers_to: tuple[str, ...]
+    quantised: Mapping[str, Mapping[str, Any]]
+
+
+@runtime_checkable
+class WritesPacked(Protocol):
+    """Beyond the contract: a storage that packs shards, and takes hints. Paths, lengths and bytes are those of the raw files."""
+
+    async def write_packed(self, path: str, source: Source, hints: PackHints) -> FileInfo:
+        """`WritesOn.write_on`, with hints; a path that is not packed is written as it is."""
+
+    async def packed_facts(self, path: str) -> PackedFacts | None:
+        """What the packed file at `path` says of itself; None: it is a plain file.
+
+        Raises:
+            NotFoundError: There is no such file.
+            IntegrityError: Its footer is damaged.
+        """
+
+    async def origins(self, path: str, begin: int, end: int) -> Sequence[Unchanged]:
+        """The parts of ``[begin, end)`` that the packed file at `path` takes unchanged from other files, and from where; others are its own."""
