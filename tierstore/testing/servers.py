@@ -262,7 +262,11 @@ class SeaweedServer(_Process):
 
 
 class MotoServer(_Process):
-    """moto's server in a process of its own: no authentication, checksums not checked, data lost when it ends."""
+    """moto's server in a process of its own: no authentication, checksums not checked, data lost when it ends.
+
+    It does one request after the other, for moto looks first and writes then: of several conditional writes at once, more than one
+    would win.
+    """
 
     kind = "moto"
 
@@ -276,13 +280,7 @@ class MotoServer(_Process):
         super().__init__(directory, port, access_key, secret_key, 1)
 
     def _command(self) -> Sequence[str]:
-        program = (
-            "import signal\n"
-            "from moto.server import ThreadedMotoServer\n"
-            f"ThreadedMotoServer(ip_address='127.0.0.1', port={self.port}).start()\n"
-            "signal.sigwait({signal.SIGTERM, signal.SIGINT})\n"
-        )
-        return [sys.executable, "-c", program]
+        return [sys.executable, "-c", _MOTO, str(self.port)]
 
     def _answers(self) -> bool:
         return _get(f"{self.endpoint_url}/moto-api/")[0] == 200
@@ -339,6 +337,25 @@ def _get(url: str) -> tuple[int, bytes]:
     except OSError:
         return 0, b""
 
+
+# A body is read before the lock is taken, for it comes at its client's pace.
+_MOTO = """
+import io, signal, sys, threading
+from moto.server import DomainDispatcherApplication, ThreadedMotoServer
+
+answer = DomainDispatcherApplication.__call__
+turn = threading.Lock()
+
+def one_at_a_time(moto, environ, start_response):
+    nbytes = -1 if environ.get("wsgi.input_terminated") else int(environ.get("CONTENT_LENGTH") or 0)
+    environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(nbytes))
+    with turn:
+        return answer(moto, environ, start_response)
+
+DomainDispatcherApplication.__call__ = one_at_a_time
+ThreadedMotoServer(ip_address="127.0.0.1", port=int(sys.argv[1])).start()
+signal.sigwait({signal.SIGTERM, signal.SIGINT})
+"""
 
 # Linux ends the server when the process that started it ends, however it ends. The small wrapper asks for that itself
 # and then becomes the server: no code of ours runs between fork and exec. PR_SET_PDEATHSIG is 1 (linux/prctl.h).
