@@ -114,7 +114,7 @@ def read_until(child: subprocess.Popen[str], event: str, step: int) -> None:
 def test_a_trainer_killed_in_mid_upload_is_finished_by_the_next_process(
     tmp_path: Path, s3_server: S3Server, s3_bucket: str, s3_options: dict[str, Any], proxy: CuttingProxy
 ) -> None:
-    held = proxy.add(Rule(method="PUT", path="partNumber=2", action="hold", times=99))
+    held = proxy.add(Rule(method="PUT", path="partNumber=", action="hold", times=99))
     with start_child(three_tiers(tmp_path, object_tier(s3_bucket, s3_options, proxy.endpoint_url)), [1]) as child:
         read_until(child, "committed", 1)
         assert held.reached.wait(WITHIN)

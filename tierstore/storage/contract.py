@@ -28,9 +28,9 @@ __all__ = [
     "Growing",
     "InMemory",
     "Listing",
+    "PacesWrites",
     "PackHints",
     "PackedFacts",
-    "PacesWrites",
     "Reading",
     "ReadsEach",
     "ReadsPieces",
@@ -369,4 +369,4 @@ class WritesPacked(Protocol):
         """
 
     async def origins(self, path: str, begin: int, end: int) -> Sequence[Unchanged]:
-        """The parts of ``[begin, end)`` that the packed file at `path` takes unchanged from other files, and from where; others are its own."""
+        """The parts of ``[begin, end)`` that the packed file at `path` takes unchanged from other files, and from where; the rest is its own."""
