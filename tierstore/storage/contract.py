@@ -369,4 +369,4 @@ class WritesPacked(Protocol):
         """
 
     async def origins(self, path: str, begin: int, end: int) -> Sequence[Unchanged]:
-        """The parts of ``[begin, end)`` that the packed file at `path` takes unchanged from other files, and from where; the rest is its own."""
+        """The parts of ``[begin, end)`` that the packed file at `path` takes unchanged from other files, and from where."""
