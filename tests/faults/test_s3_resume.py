@@ -212,6 +212,19 @@ def test_of_several_uploads_the_fullest_goes_on_older_ones_end_newer_ones_stay(s
     assert set(server.uploads) == {ids[2]}
 
 
+def test_an_upload_that_holds_nothing_yet_may_be_a_live_one_s_and_is_left_to_its_writer_or_the_sweep(
+    server: FakeS3, storage: S3Storage
+) -> None:
+    data = pattern(3 * PART)
+    empty = interrupted(server, storage, data, parts=0)
+    server.pass_time(60)
+    asyncio.run(storage.write_on("file", PatternSource(data)))
+    assert server.objects["tier/file"]["data"] == data
+    assert list(server.uploads) == [empty]
+    assert asyncio.run(storage.abort_stale_uploads(59)) == ["file"]
+    assert server.uploads == {}
+
+
 def test_a_failure_that_may_pass_leaves_the_parts_and_one_for_good_leaves_nothing(server: FakeS3, storage: S3Storage) -> None:
     data = pattern(6 * PART)
 
