@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -39,7 +40,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> Iterator[Mistake]
             continue  # pydantic counts only the good items of a list; the bad ones are told one by one
         cause = detail.get("ctx", {}).get("error")
         if isinstance(cause, MistakesError):
-            yield from cause.mistakes
+            yield from (replace(mistake, path=(*path, *mistake.path)) for mistake in cause.mistakes)
             continue
         kind, value = detail["type"], detail["input"]
         if isinstance(value, BaseModel) or (kind == "value_error" and isinstance(value, dict)):

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tierstore.config_cadence import SaveEvery
 from tierstore.config_mistakes import Mistake, MistakesError, redact
+from tierstore.config_packing import CodecConfig, QuantiseConfig, codec_from, quantise_from
 from tierstore.config_retention import Override, RetentionConfig
 from tierstore.config_uris import default_durable, is_local, normal_uri, overlaps
 from tierstore.config_values import Count, Duration, Model, Rate, Size, Text, Whole
@@ -56,8 +57,14 @@ class TierConfig(Model):
     """Bytes that the tier may hold; None: what its storage has."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Handed to the storage as they are. May hold credentials: never shown."""
-    codec: Literal["raw", "zstd"] = "raw"
-    """``zstd`` is not implemented yet: opening warns, and shards are written raw."""
+    codec: CodecConfig = CodecConfig()
+    """How shards are compressed there; in a document also ``raw`` or ``zstd``."""
+    master_once: bool | None = None
+    """Weights that are the rounding of a float32 tensor of the same shard are not stored; None: `stores_master_once` says."""
+    unchanged_once: bool | None = None
+    """Bytes that an earlier checkpoint has there are not stored again; None: `stores_unchanged_once` says."""
+    quantise: QuantiseConfig | None = None
+    """Which tensors are stored with a loss there; in a document also ``q8`` or ``q4``. None: none."""
     max_bandwidth: Rate | None = None
     """Bytes per second for uploads; None: no limit."""
     read: ReadConfig = ReadConfig()
@@ -82,6 +89,35 @@ class TierConfig(Model):
     @classmethod
     def _normal_uri(cls, uri: Any) -> str:
         return normal_uri(uri)
+
+    @field_validator("codec", mode="before")
+    @classmethod
+    def _codec_by_name(cls, value: Any) -> Any:
+        return codec_from(value)
+
+    @field_validator("quantise", mode="before")
+    @classmethod
+    def _quantise_by_name(cls, value: Any) -> Any:
+        return quantise_from(value)
+
+    @property
+    def stores_master_once(self) -> bool:
+        """What `master_once` means: as it says, else where the tier is remote and compresses."""
+        return self._packs_by_itself if self.master_once is None else self.master_once
+
+    @property
+    def stores_unchanged_once(self) -> bool:
+        """What `unchanged_once` means: as it says, else where the tier is remote and compresses."""
+        return self._packs_by_itself if self.unchanged_once is None else self.unchanged_once
+
+    @property
+    def packs(self) -> bool:
+        """Whether its shards become packed files."""
+        return self.codec.name != "raw" or self.stores_master_once or self.stores_unchanged_once or self.quantise is not None
+
+    @property
+    def _packs_by_itself(self) -> bool:
+        return self.codec.name != "raw" and not is_local(self.uri)
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():
@@ -184,7 +220,13 @@ class StoreConfig(Model):
 
     @model_validator(mode="after")
     def _fits_together(self) -> StoreConfig:
-        mistakes = [*_tier_mistakes(self), *_durable_mistakes(self), *_load_mistakes(self), *_retention_mistakes(self)]
+        mistakes = [
+            *_tier_mistakes(self),
+            *_durable_mistakes(self),
+            *_quantise_mistakes(self),
+            *_load_mistakes(self),
+            *_retention_mistakes(self),
+        ]
         if mistakes:
             raise MistakesError(mistakes)
         return self
@@ -274,6 +316,26 @@ def _durable_mistakes(config: StoreConfig) -> Iterator[Mistake]:
         yield Mistake(path=("durable_at",), value=config.durable_at, reason=f"this tier {what}", remedy=f"name one of {names}")
 
 
+def _quantise_mistakes(config: StoreConfig) -> Iterator[Mistake]:
+    """Only a tier that no ordinary resume reads, and that nothing else depends on, may hold what is not exact."""
+    if not any(t.durable for t in config.tiers) or (config.durable_at and config.durable_at not in [t.name for t in config.tiers]):
+        return  # which tier that is can't be told yet
+    able = [t.name for t in config.tiers if t.scope == "shared" and t.name not in (config.authority.name, config.durable_tier.name)]
+    remedy = f"quantise on {' or '.join(able)}" if able else "add a tier behind them for it, or leave quantise out"
+    for i, tier in enumerate(config.tiers):
+        if tier.quantise is None:
+            continue
+        if tier.name == config.authority.name:
+            reason = "this tier decides what is committed: its copy must be exact"
+        elif tier.name == config.durable_tier.name:
+            reason = "this tier is durable_at: its copy must be exact"
+        elif tier.scope == "node":
+            reason = "a node's own tier is what an ordinary resume reads: its copy must be exact"
+        else:
+            continue
+        yield Mistake(path=("tiers", i, "quantise"), value=tier.quantise.scheme, reason=reason, remedy=remedy)
+
+
 def why_not_hydrated(config: StoreConfig, name: str) -> tuple[str, str] | None:
     """Why loads can't be hydrated onto the tier `name`, and what to write instead; None where they can.
 
@@ -319,7 +381,7 @@ def _load_mistakes(config: StoreConfig) -> Iterator[Mistake]:
 
 def _retention_mistakes(config: StoreConfig) -> Iterator[Mistake]:
     names = [t.name for t in config.tiers]
-    durable = sum(t.durable for t in config.tiers)
+    durable = sum(t.durable and t.quantise is None for t in config.tiers)
     policies: list[tuple[tuple[str | int, ...], Any]] = [(("retention",), config.retention)] if config.retention else []
     policies += [(("overrides", i, "retention"), o.retention) for i, o in enumerate(config.overrides or ())]
     for path, policy in policies:
@@ -327,7 +389,8 @@ def _retention_mistakes(config: StoreConfig) -> Iterator[Mistake]:
             if name not in names:
                 yield Mistake(path=(*path, "tiers", name), reason="no tier has this name", remedy=f"the tiers are {', '.join(names)}")
         if policy.protect is not None and policy.protect.min_copies > durable:
-            reason = f"there are only {durable} durable tiers: nothing could ever be evicted or kept to this"
+            exact = " with exact copies" if any(t.quantise is not None for t in config.tiers) else ""
+            reason = f"there are only {durable} durable tiers{exact}: nothing could ever be evicted or kept to this"
             yield Mistake(
                 path=(*path, "protect", "min_copies"), value=policy.protect.min_copies, reason=reason, remedy=f"write at most {durable}"
             )

@@ -97,6 +97,55 @@ def only_mistake(attempt: Callable[[], object]) -> dict[str, Any]:
 # ---- what is right
 
 
+def test_a_codec_and_a_scheme_can_be_named_or_given_with_their_keys(load: Load) -> None:
+    short, full = (
+        load(f"tiers:\n- /a\n- /b\n- {{uri: 's3://b/x', codec: {codec}, quantise: {quantise}}}").tiers[2]
+        for codec, quantise in (
+            ("zstd", "q8"),
+            ("{name: zstd, level: 0, threads: 2}", "{scheme: q8, min_numel: 4096, max_generation: 1}"),
+        )
+    )
+    assert short == full
+    assert (short.codec.name, short.codec.level, short.codec.threads) == ("zstd", 0, 2)
+    assert short.quantise is not None
+    assert (short.quantise.scheme, short.quantise.exclude, short.quantise.max_generation) == ("q8", None, 1)
+    rule = "{scheme: q4, include: ['*m1'], exclude: ['*embed*'], min_numel: 9, max_generation: 3}"
+    given = load(f"tiers:\n- /a\n- /b\n- {{uri: /c, quantise: {rule}}}").tiers[2].quantise
+    assert given is not None
+    assert (given.scheme, given.include, given.exclude, given.min_numel, given.max_generation) == ("q4", ("*m1",), ("*embed*",), 9, 3)
+    assert load("tiers:\n- /a\n- /b\n- {uri: /c, quantise: off}").tiers[2].quantise is None
+
+
+@pytest.mark.parametrize(
+    ("uri", "told", "packs", "master_once", "unchanged_once"),
+    [
+        ("/a", "", False, False, False),
+        ("s3://b/x", "", False, False, False),
+        ("/a", "codec: zstd", True, False, False),
+        ("s3://b/x", "codec: zstd", True, True, True),
+        ("s3://b/x", "codec: zstd, master_once: false", True, False, True),
+        ("s3://b/x", "codec: zstd, master_once: false, unchanged_once: false", True, False, False),
+        ("/a", "codec: raw, master_once: true", True, True, False),
+        ("/a", "unchanged_once: true", True, False, True),
+    ],
+)
+def test_what_is_stored_once_is_on_by_itself_where_a_remote_tier_compresses(
+    load: Load, uri: str, told: str, packs: bool, master_once: bool, unchanged_once: bool
+) -> None:
+    tier = load(f"tiers:\n- {{uri: '{uri}', {told}}}").tiers[0]
+    assert (tier.packs, tier.stores_master_once, tier.stores_unchanged_once) == (packs, master_once, unchanged_once)
+
+
+def test_the_short_form_stores_everything_as_it_is() -> None:
+    assert not any(tier.packs for tier in load_config(["/a", "/b", "s3://b/x"], run="r", env={}).tiers)
+
+
+def test_copies_that_are_not_exact_are_none_that_min_copies_could_count(load: Load) -> None:
+    text = "tiers:\n- {uri: /a, scope: shared}\n- {uri: /c, quantise: q8}\nretention: {keep: [{last: 1}], protect: {min_copies: 2}}"
+    with pytest.raises(ConfigError, match="only 1 durable tiers with exact copies"):
+        load(text)
+
+
 def test_the_complete_file_is_read_as_written(load: Load) -> None:
     config = load(COMPLETE)
     memory, nvme, pfs, s3 = config.tiers
@@ -421,6 +470,33 @@ WRONG: list[tuple[str, str, int, str, str, str]] = [
     ("tiers:\n- {uri: /a, scope: shared}\n- {uri: /b, scope: node}", "tiers[1].scope", 3, "'node'", "after the shared tier", "nearest"),
     ("tiers:\n- {uri: /a, scope: global}", "tiers[0].scope", 2, "'global'", "one of node, shared", "scope: node"),
     ("tiers:\n- {uri: /a, codec: zsdt}", "tiers[0].codec", 2, "'zsdt'", "one of raw, zstd", "did you mean 'zstd'?"),
+    ("tiers:\n- {uri: /a, codec: 5}", "tiers[0].codec", 2, "5", "must be a mapping", "name, level, threads"),
+    ("tiers:\n- {uri: /a, codec: {name: ztsd}}", "tiers[0].codec.name", 2, "'ztsd'", "one of raw, zstd", "did you mean 'zstd'?"),
+    ("tiers:\n- {uri: /a, codec: {name: zstd, levle: 3}}", "tiers[0].codec.levle", 2, "3", "unknown key", "did you mean 'level'?"),
+    ("tiers:\n- {uri: /a, codec: {name: zstd, level: 22}}", "tiers[0].codec.level", 2, "22", "less than or equal to 19", "level: 0"),
+    ("tiers:\n- {uri: /a, codec: {name: zstd, threads: 0}}", "tiers[0].codec.threads", 2, "0", "greater than or equal to 1", "threads: 5"),
+    ("tiers:\n- {uri: /a, master_once: yes please}", "tiers[0].master_once", 2, "'yes please'", "true or false", "master_once: true"),
+    ("tiers:\n- /a\n- /b\n- {uri: /c, quantise: q9}", "tiers[2].quantise", 4, "'q9'", "one of q8, q4", "write quantise: q8"),
+    ("tiers:\n- /a\n- /b\n- {uri: /c, quantise: true}", "tiers[2].quantise", 4, "True", "by which scheme", "quantise: q8"),
+    ("tiers:\n- /a\n- /b\n- {uri: /c, quantise: {}}", "tiers[2].quantise.scheme", 4, "", "missing", "add scheme: q8"),
+    (
+        "tiers:\n- /a\n- /b\n- {uri: /c, quantise: {scheme: q8, exclud: [x]}}",
+        "tiers[2].quantise.exclud",
+        4,
+        "['x']",
+        "unknown key",
+        "'exclude'",
+    ),
+    ("tiers:\n- {uri: /a, quantise: q8}\n- /b", "tiers[0].quantise", 2, "'q8'", "an ordinary resume reads", "add a tier behind them"),
+    ("tiers:\n- /a\n- {uri: /b, quantise: q4}\n- /c", "tiers[1].quantise", 3, "'q4'", "decides what is committed", "quantise on shared-2"),
+    (
+        "tiers:\n- /a\n- /b\n- {uri: /c, quantise: q8, name: c}\ndurable_at: c",
+        "tiers[2].quantise",
+        4,
+        "'q8'",
+        "durable_at",
+        "leave quantise out",
+    ),
     ("tiers:\n- {uri: /a, capacity: 96}", "tiers[0].capacity", 2, "96", "no unit", "96GiB"),
     ("tiers:\n- {uri: /a, capacity: 96G}", "tiers[0].capacity", 2, "'96G'", "no unit that is known", "write 96GiB or 96GB"),
     ("tiers:\n- {uri: /a, capacity: 0GiB}", "tiers[0].capacity", 2, "'0GiB'", "at least one byte", "write e.g."),
