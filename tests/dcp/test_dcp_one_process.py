@@ -57,6 +57,25 @@ def test_a_state_saved_through_the_store_loads_through_dcp(tmp_path: Path) -> No
     reader.close()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta", "ignore:Sparse invariant checks are implicitly disabled")
+def test_sparse_tensors_of_the_store_load_through_dcp_which_itself_can_save_none(tmp_path: Path) -> None:
+    sparse = torch.eye(3).to_sparse_csr()
+    with tierstore.open(config(tmp_path)) as store:
+        store.save(5, {"s": sparse, "list": [sparse, torch.ones(2)]}).wait(timeout=30)
+    reader = TierStorageReader(config(tmp_path))
+    into = {"s": torch.ones(3, 3).to_sparse_csr(), "list": [torch.ones(3, 3).to_sparse_csr(), torch.zeros(2)]}
+    dcp.load(into, storage_reader=reader, no_dist=True)
+    assert_same_state(into, {"s": sparse, "list": [sparse, torch.ones(2)]})
+    reader.close()
+    writer = TierStorageWriter(config(tmp_path))
+    with pytest.raises(CheckpointException) as caught:  # torch's planner tells a sparse tensor as a dense one
+        dcp.save({"s": sparse.to_dense().to_sparse()}, storage_writer=writer, checkpoint_id="step-6", no_dist=True)
+    assert [error.hint for error in causes(caught.value)] == [
+        "save it with Store.save, which stores its components; or as dense: .to_dense()"
+    ]
+    writer.close()
+
+
 def test_a_saved_checkpoint_is_committed_when_save_returns(tmp_path: Path) -> None:
     writer = TierStorageWriter(config(tmp_path))
     dcp.save(state(), storage_writer=writer, checkpoint_id="step-1", no_dist=True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from export_kit import assert_tensors, numbers, saved
+from export_kit import assert_tensors, hf_tensors, numbers, saved
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
@@ -116,10 +116,28 @@ def test_a_choice_loses_its_prefix_in_the_nested_state_too(tmp_path: Path) -> No
     assert_tensors(into, {"x.embed": model["embed"].T.bfloat16().contiguous(), "head": model["head"].bfloat16(), "int": model["int"]})
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_tensors_are_written_by_their_components_which_is_told_and_whole_by_torch_save(tmp_path: Path) -> None:
+    dense = numbers(3, 3)
+    with saved(tmp_path, {"m": {"s": dense.to_sparse_csr(), "w": dense}, "t": (dense.to_sparse(), 1)}) as checkpoint:
+        done = checkpoint.export(tmp_path / "dcp", options())
+        assert done.components["m.s"] == ("m.s.crow_indices", "m.s.col_indices", "m.s.values")
+        assert not done.left_out
+        hf = checkpoint.export(tmp_path / "hf", options(format="hf", strip="m."))
+        assert list(hf.components) == ["m.s"]
+        whole = checkpoint.export(tmp_path / "state.pt", options(format="torch", dtype="bfloat16"))
+        assert not whole.components
+    into = {"m": {"s": {"col_indices": torch.zeros(8, dtype=torch.int64), "values": torch.zeros(8)}, "w": torch.zeros(3, 3)}}
+    dcp.load(into, checkpoint_id=tmp_path / "dcp")
+    assert torch.equal(into["m"]["s"]["values"], dense.to_sparse_csr().values())
+    assert set(hf_tensors(tmp_path / "hf")) == {"s.crow_indices", "s.col_indices", "s.values", "w"}
+    again = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert torch.equal(again["m"]["s"].to_dense(), dense.bfloat16())
+    assert again["m"]["s"].layout is torch.sparse_csr
+    assert again["t"][0].layout is torch.sparse_coo
+
+
 def test_what_dcp_has_no_place_for_is_named_before_anything_is_written(tmp_path: Path) -> None:
-    with saved(tmp_path / "sparse", {"s": numbers(3, 3).to_sparse()}) as checkpoint:
-        with pytest.raises(UnsupportedTypeError, match=r"state\['s'\] is a sparse tensor"):
-            checkpoint.export(tmp_path / "dcp", options())
     with saved(tmp_path / "clash", {"a.b": 1, "a": {"b": 2}}) as checkpoint:
         with pytest.raises(UsageError, match="two places of the state get the same name"):
             checkpoint.export(tmp_path / "dcp", options())

@@ -110,6 +110,7 @@ def _tell(cli: Cli, done: Exported, what: str) -> None:
             "nbytes": done.nbytes,
             "tied": done.tied,
             "left_out": done.left_out,
+            "components": done.components,
             "dry_run": cli.options.dry_run,
         }
     )
@@ -120,6 +121,10 @@ def _tell(cli: Cli, done: Exported, what: str) -> None:
         name, kept = next(iter(done.tied.items()))
         become = "lead to another tensor's bytes" if done.format == "dcp" else "are left out, as they are tied"
         cli.terminal.show(Text(f"{len(done.tied):,} names {become}: {name} is {kept}", style="dim"))
+    if done.components:
+        name, parts = next(iter(done.components.items()))
+        what_is = f"{len(done.components):,} sparse tensors are written by their components: {name} as {', '.join(parts)}"
+        cli.terminal.show(Text(f"{what_is} (--format torch writes sparse tensors)", style="dim"))
     if done.left_out:
         cli.terminal.show(Text(f"{len(done.left_out):,} stored tensors were not chosen", style="dim"))
     did = "would write" if cli.options.dry_run else "wrote"

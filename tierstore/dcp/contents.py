@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from tierstore.format.index import RoutingIndex
 from tierstore.format.objects import Opaque, TensorRef
 from tierstore.state.bits import torch_dtype
-from tierstore.state.unflatten import MODULE_STATE, TENSOR
+from tierstore.state.unflatten import MODULE_STATE, SPARSE, TENSOR
 
 __all__ = ["Contents", "StoredObject", "contents_of", "metadata_of"]
 
@@ -117,7 +117,7 @@ def _is_walked(items: list[Any]) -> bool:
     return any(
         _tensor_name(item) is not None
         or isinstance(item, dict)
-        or (isinstance(item, Opaque) and item.tag == MODULE_STATE)
+        or (isinstance(item, Opaque) and item.tag in (MODULE_STATE, SPARSE))
         or (isinstance(item, list) and _is_walked(item))
         for item in items
     )

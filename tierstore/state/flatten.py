@@ -27,7 +27,7 @@ from tierstore.state.collecting import collector_paused
 from tierstore.state.guard import check_storable, is_plain
 from tierstore.state.paths import Place, Shown, assign_names, show
 from tierstore.state.sharded import Chunk, Piece, Spread, chunk_of, is_spread
-from tierstore.state.unflatten import COMPONENTS, MODULE_STATE, SPARSE, TENSOR, rebuilt
+from tierstore.state.unflatten import COMPONENTS, MODULE_STATE, SPARSE, TENSOR, rebuilt, sparse_tensor
 
 __all__ = ["FlatState", "Leaf", "ViewOf", "flatten"]
 
@@ -215,13 +215,19 @@ class _Walk:
 
     def sparse(self, value: torch.Tensor, place: Place, extra: Mapping[str, Any]) -> Any:
         coo = value.layout is torch.sparse_coo
-        parts = {
-            part: self.alone((*place, part), getattr(value, f"_{part}" if coo else part)(), _EXTRA[False, False])
-            for part in COMPONENTS[value.layout]
-        }
+        found = {part: getattr(value, f"_{part}" if coo else part)() for part in COMPONENTS[value.layout]}
+        coalesced = coo and value.is_coalesced()
+        try:
+            sparse_tensor(value.layout, list(found.values()), value.shape, coalesced=coalesced)
+        except (RuntimeError, TypeError, ValueError) as error:  # torch checks them when it is asked to, and loads ask it
+            raise UnsupportedTypeError(
+                f"{show(place)} is a sparse tensor whose components contradict each other: {error}",
+                hint="correct its indices; torch.sparse.check_sparse_tensor_invariants.enable() finds where such a tensor is made",
+            ) from error
+        parts = {part: self.alone((*place, part), tensor, _EXTRA[False, False]) for part, tensor in found.items()}
         facts: dict[str, Any] = {"layout": str(value.layout).removeprefix("torch."), "shape": tuple(value.shape), "parts": parts, **extra}
         if coo:
-            facts["coalesced"] = value.is_coalesced()
+            facts["coalesced"] = coalesced
         return Opaque(SPARSE, facts)
 
     def alone(self, place: Place, tensor: torch.Tensor, extra: Mapping[str, Any]) -> _Slot:

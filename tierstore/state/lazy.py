@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tierstore.errors import UsageError
+from tierstore.errors import NotFoundError, UsageError
 from tierstore.format.dtypes import DTYPES
 from tierstore.format.index import TensorEntry
 from tierstore.format.objects import ObjectCodecs, Opaque, TensorRef
@@ -25,7 +25,7 @@ from tierstore.state.load import LoadOptions, load_fresh, load_state, read_tree
 from tierstore.state.rank_trees import RankTrees
 from tierstore.state.reading import Fill, Reader, Run, fill_all
 from tierstore.state.renamed import renamed_reader
-from tierstore.state.unflatten import MODULE_STATE, SPARSE, TENSOR, stored_tensors
+from tierstore.state.unflatten import COMPONENTS, MODULE_STATE, SPARSE, TENSOR, stored_tensors
 
 __all__ = ["Checkpoint", "LazyTensor"]
 
@@ -132,7 +132,18 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """
         if not isinstance(name, str):
             raise UsageError(f"a checkpoint's tensors have names, not {name!r}", hint="index the tensor: checkpoint['NAME'][0]")
+        if name not in self.replica.index and (parts := self._components(name)):
+            raise NotFoundError(
+                f"{name!r} is a sparse tensor, which is stored by its components: {', '.join(map(repr, parts))}",
+                hint=f"read one: checkpoint[{parts[-1]!r}]; or load the tensor into one of yours: checkpoint.load(into=…)",
+                tensor=name,
+            )
         return LazyTensor(self.replica.index.find(name), self.replica, self._run)
+
+    def _components(self, name: str) -> list[str]:
+        """What a sparse tensor of this name is stored as; nothing where there is none."""
+        each = ([f"{name}.{part}" for part in parts] for parts in COMPONENTS.values())
+        return next((parts for parts in each if all(part in self.replica.index for part in parts)), [])
 
     def __contains__(self, name: object) -> bool:
         return name in self.replica.index

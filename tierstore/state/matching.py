@@ -23,7 +23,7 @@ from tierstore.state.paths import Place, Shown, name_of, show
 from tierstore.state.reading import Fill
 from tierstore.state.sharded import Piece, chunk_of, is_spread
 from tierstore.state.stored_kinds import deep, describe, flat, is_tensor, layout, leaves
-from tierstore.state.unflatten import MODULE_STATE, SPARSE, TENSOR, stored_tensors
+from tierstore.state.unflatten import COMPONENTS, MODULE_STATE, SPARSE, TENSOR, stored_tensors
 
 __all__ = ["Match", "match"]
 
@@ -292,9 +292,12 @@ class _Planner:
         if str(into.layout) != f"torch.{facts['layout']}":
             self.note("kind", place, f"is a {layout(into)}tensor in `into`, stored as {facts['layout']}")
             return keep
-        stored = self.index.dtype(parts[-1].name)
+        stored, first = self.index.dtype(parts[-1].name), self.index.shape(parts[0].name)
         if tuple(facts["shape"]) != tuple(into.shape):
             self.note("shape", place, f"is {list(into.shape)} in `into`, {list(facts['shape'])} stored")
+            return keep
+        if into.layout is torch.sparse_coo and (into.sparse_dim(),) != first[:1]:
+            self.note("kind", place, f"has {into.sparse_dim()} sparse axes in `into`, {first[0] if first else 0} stored")
             return keep
         if stored != dtype_name(into.dtype) and self.options.dtype == "exact":
             self.note("dtype", place, f"is {dtype_name(into.dtype)} in `into`, {stored} stored")
@@ -365,8 +368,10 @@ def _copied(into: torch.Tensor, value: Any, place: Place) -> torch.Tensor:
             f"{name_of(place)} is a tensor of shape {list(into.shape)} in `into`; what LoadOptions.ranks made of it is {found}",
             hint="return a tensor of that shape there",
         )
-    with torch.no_grad():
-        into.copy_(value)  # not on a detached twin: a sparse one has components of its own
+    with torch.no_grad():  # not on a detached twin: a sparse one has components of its own
+        if into.layout in COMPONENTS and into.layout is not torch.sparse_coo:
+            into.resize_as_sparse_(value)  # `copy_` wants as many specified elements
+        into.copy_(value)
     return into
 
 

@@ -172,7 +172,9 @@ def _got(chunk: PlannedChunk, placement: Placement) -> torch.Tensor:
     tensor = chunk.get()
     check_storable(tensor, f"tensor {spec.name!r}")
     if tensor.layout is not torch.strided:
-        raise UnsupportedTypeError(f"tensor {spec.name!r} is sparse", hint="save it as dense: .to_dense()")
+        raise UnsupportedTypeError(
+            f"tensor {spec.name!r} is sparse", hint="save it with Store.save, which stores its components; or as dense: .to_dense()"
+        )
     if dtype_name(tensor.dtype) != spec.dtype:
         raise _OtherDtypeError(
             f"tensor {spec.name!r} came as {dtype_name(tensor.dtype)} and was {spec.dtype} a moment ago",

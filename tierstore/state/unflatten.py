@@ -6,7 +6,7 @@ Trees come from storage: a malformed node is a FormatError that names it, and no
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,18 @@ from tierstore.format.objects import ObjectCodecs, Opaque, TensorRef
 from tierstore.state.bits import as_bits, torch_dtype
 from tierstore.state.paths import Place
 
-__all__ = ["COMPONENTS", "MODULE_STATE", "SPARSE", "TENSOR", "StoredTensor", "check_tree", "rebuilt", "stored_tensors", "unflatten"]
+__all__ = [
+    "COMPONENTS",
+    "MODULE_STATE",
+    "SPARSE",
+    "TENSOR",
+    "StoredTensor",
+    "check_tree",
+    "rebuilt",
+    "sparse_tensor",
+    "stored_tensors",
+    "unflatten",
+]
 
 MODULE_STATE = "torch.state_dict"
 TENSOR = "torch.Tensor"
@@ -160,8 +171,9 @@ class _Build:
         try:
             return self.tensor(node.value) if node.tag == TENSOR else self.sparse(node.value)
         except (RuntimeError, TypeError, ValueError) as error:  # sizes and indices that torch refuses
+            names = ", ".join(repr(t.name) for t in stored_tensors(node))
             raise FormatError(
-                f"the stored tree has a {node.tag} node that torch refuses: {error}", hint="run `tierstore verify`"
+                f"the stored tree has a {node.tag} node (of {names}) that torch refuses: {error}", hint="run `tierstore verify`"
             ) from error
 
     def tensor(self, facts: Mapping[str, Any]) -> torch.Tensor:
@@ -185,15 +197,25 @@ class _Build:
         return made
 
     def sparse(self, facts: Mapping[str, Any]) -> torch.Tensor:
-        layout = getattr(torch, facts["layout"])
+        layout, coalesced = getattr(torch, facts["layout"]), facts.get("coalesced", False)
         parts = [self.build(facts["parts"][part]) for part in COMPONENTS[layout]]
-        shape, device = facts["shape"], parts[-1].device  # said explicitly: a default device that the caller set must not matter
-        if layout is torch.sparse_coo:
-            coalesced = facts.get("coalesced", False)
-            value = torch.sparse_coo_tensor(parts[0], parts[1], shape, device=device, is_coalesced=coalesced, check_invariants=True)
-        else:
-            value = torch.sparse_compressed_tensor(parts[0], parts[1], parts[2], shape, layout=layout, device=device, check_invariants=True)
-        return _dressed(value, facts)
+        flags = (coalesced, facts.get("parameter", False), facts.get("requires_grad", False))
+        key = (layout, facts["shape"], tuple(id(part) for part in parts), *flags)  # tied ones have the same components, which live on
+        if key not in self.made:
+            self.made[key] = _dressed(sparse_tensor(layout, parts, facts["shape"], coalesced=coalesced), facts)
+        return self.made[key]
+
+
+def sparse_tensor(layout: torch.layout, parts: Sequence[torch.Tensor], shape: Sequence[int], *, coalesced: bool = False) -> torch.Tensor:
+    """A sparse tensor over the memory of its components, which are in the order of `COMPONENTS`; their invariants are checked.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: Torch's, where the components are not those of such a tensor: an index out of range, say.
+    """
+    size, device = tuple(shape), parts[-1].device  # said explicitly: a default device that the caller set must not matter
+    if layout is torch.sparse_coo:
+        return torch.sparse_coo_tensor(parts[0], parts[1], size, device=device, is_coalesced=coalesced, check_invariants=True)
+    return torch.sparse_compressed_tensor(parts[0], parts[1], parts[2], size, layout=layout, device=device, check_invariants=True)
 
 
 def _dressed(tensor: torch.Tensor, facts: Mapping[str, Any]) -> torch.Tensor:

@@ -22,7 +22,7 @@ from tierstore.state.export.hf import plan_files, write_hf
 from tierstore.state.export.plan import ExportOptions, Plan, plan_tensors
 from tierstore.state.export.target import ExportedFile, ExportTarget
 from tierstore.state.export.torch import load_tensors, torch_names, write_torch
-from tierstore.state.export.tree import Path, beyond, check_one_model, flat_tree, in_order
+from tierstore.state.export.tree import Path, beyond, check_one_model, flat_tree, in_order, sparse_parts
 from tierstore.state.load import read_tree
 from tierstore.state.passthrough import companions_of, read_companion
 from tierstore.state.reading import Reader, Run
@@ -47,6 +47,7 @@ class Exported:
         nbytes: Bytes of all files.
         tied: Names that are not written because another name has the same tensor: name → the name that is written.
         left_out: Stored names that are not part of it.
+        components: Sparse tensors that are written by their components, which the format has a place for: name → the stored names of these.
     """
 
     uri: str
@@ -56,6 +57,7 @@ class Exported:
     nbytes: int
     tied: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    components: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 Progress = Callable[[int, int], None]
@@ -143,9 +145,9 @@ class _Export:
         if self.dry_run:
             planned = [ExportedFile(name=f.name, nbytes=f.nbytes, tensors=len(f.tensors)) for f in files]
             planned += [ExportedFile(name=name, nbytes=len(data)) for name, data in extra]
-            return self.told(target.uri, planned, plan, set(names.values()))
+            return self.told(target.uri, planned, plan, set(names.values()), tree)
         write_hf(target, self.reader, self.run, plan, self.options, extra, self.counter(sum(f.nbytes for f in files)))
-        return self.told(target.uri, target.files, plan, set(names.values()))
+        return self.told(target.uri, target.files, plan, set(names.values()), tree)
 
     def dcp(self, target: ExportTarget, tree: Any) -> Exported:
         from tierstore.state.export.dcp import write_dcp  # DCP takes a second to import, and only this format needs it
@@ -164,10 +166,11 @@ class _Export:
         target.check_empty()
         if self.dry_run:
             nbytes = sum(t.nbytes for t in plan.tensors)
-            return self.told(target.uri, [ExportedFile(name="__0_*.distcp", nbytes=nbytes, tensors=len(plan.tensors))], plan, known)
+            planned = [ExportedFile(name="__0_*.distcp", nbytes=nbytes, tensors=len(plan.tensors))]
+            return self.told(target.uri, planned, plan, known, tree)
         counter = self.counter(sum(t.nbytes for t in plan.tensors))
         write_dcp(target, self.reader, self.run, plan, objects, paths, self.options, counter)
-        return self.told(target.uri, target.files, plan, known)
+        return self.told(target.uri, target.files, plan, known, tree)
 
     def one_file(self, to: str, tree: Any) -> Exported:
         folder, _, name = to.rpartition("/")
@@ -184,7 +187,7 @@ class _Export:
                     write_torch(target, name, self.reader, self.run, tree, plan, self.options, self.codecs)
                     files = target.files
                 known = set(names.values()) if self.options.selects else set(self.reader.index.names())
-                return self.told(target.uri, files, plan, known)
+                return self.told(target.uri, files, plan, known, tree if self.options.selects else None)
         finally:
             self.run(storage.close())
 
@@ -214,7 +217,8 @@ class _Export:
 
         return count
 
-    def told(self, uri: str, files: list[ExportedFile], plan: Plan, known: set[str]) -> Exported:
+    def told(self, uri: str, files: list[ExportedFile], plan: Plan, known: set[str], tree: Any) -> Exported:
+        """`tree`: the sparse tensors that are written by their components; None: none are."""
         return Exported(
             uri=uri,
             format=self.options.format,
@@ -223,6 +227,7 @@ class _Export:
             nbytes=sum(f.nbytes for f in files),
             tied=plan.tied,
             left_out=tuple(n for n in self.reader.index.names() if n not in known),
+            components={name: parts for name, parts in sparse_parts(tree).items() if known.issuperset(parts)},
         )
 
 

@@ -52,7 +52,7 @@ def write_torch(
     if options.selects:
         state = load_tensors(reader, run, plan)
     elif options.dtype is not None:
-        state = unflatten(plain_tree(tree), load_tensors(reader, run, plan).__getitem__, codecs)
+        state = unflatten(plain_tree(tree, sparse=True), load_tensors(reader, run, plan).__getitem__, codecs)
     else:
         state = load_fresh(reader, run, tree, codecs)
     buffer = io.BytesIO()

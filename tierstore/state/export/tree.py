@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from tierstore.errors import UnsupportedTypeError, UsageError
+from tierstore.errors import UsageError
 from tierstore.format.index import RoutingIndex
 from tierstore.format.objects import ObjectCodecs, Opaque, TensorRef
 from tierstore.state.bits import torch_dtype
-from tierstore.state.paths import show
+from tierstore.state.paths import name_of
 from tierstore.state.unflatten import MODULE_STATE, SPARSE, TENSOR, rebuilt, stored_tensors, unflatten
 
-__all__ = ["FlatTree", "beyond", "check_one_model", "flat_tree", "in_order", "plain_tree"]
+__all__ = ["FlatTree", "beyond", "check_one_model", "flat_tree", "in_order", "plain_tree", "sparse_parts"]
 
 Path = tuple[str | int, ...]
 
@@ -62,26 +62,32 @@ def _is_leaf(node: Any) -> bool:
     return isinstance(node, Opaque) and node.tag in (TENSOR, SPARSE)
 
 
-def plain_tree(node: Any, place: tuple[Any, ...] = ()) -> Any:
+def plain_tree(node: Any, *, sparse: bool) -> Any:
     """The tree without what only PyTorch's own objects know: Parameter flags, views, module metadata.
 
-    Raises:
-        UnsupportedTypeError: It has a sparse tensor, which stock DCP can't store.
+    Args:
+        node: The decoded tree.
+        sparse: Whether sparse tensors stay; else each is a dict of its components.
     """
     if isinstance(node, Opaque) and node.tag == TENSOR:
         return node.value["ref"]
     if isinstance(node, Opaque) and node.tag == MODULE_STATE:
-        return plain_tree(node.value[0], place)
+        return plain_tree(node.value[0], sparse=sparse)
     if isinstance(node, Opaque) and node.tag == SPARSE:
-        raise UnsupportedTypeError(
-            f"{show(place)} is a sparse tensor, which this format has no place for",
-            hint="export with --format torch, or choose tensors with --include",
-        )
-    if isinstance(node, dict):
-        return type(node)((key, plain_tree(item, (*place, key))) for key, item in node.items())
-    if isinstance(node, list | tuple):
-        return type(node)(plain_tree(item, (*place, i)) for i, item in enumerate(node))
-    return rebuilt(node, lambda item: plain_tree(item, place))
+        parts = {part: plain_tree(item, sparse=sparse) for part, item in node.value["parts"].items()}
+        plain = {key: value for key, value in node.value.items() if key not in ("parameter", "requires_grad")}
+        return Opaque(SPARSE, {**plain, "parts": parts}) if sparse else parts
+    return rebuilt(node, lambda item: plain_tree(item, sparse=sparse))
+
+
+def sparse_parts(node: Any, place: tuple[Any, ...] = ()) -> dict[str, tuple[str, ...]]:
+    """The sparse tensors of a tree by name, each with the stored names of its components."""
+    if isinstance(node, Opaque) and node.tag == SPARSE:
+        return {name_of(place): tuple(t.name for t in stored_tensors(node))}
+    if isinstance(node, Opaque):
+        return sparse_parts(node.value[0] if node.tag == MODULE_STATE else node.value, place)
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list | tuple) else ()
+    return {name: parts for key, item in items for name, parts in sparse_parts(item, (*place, key)).items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +110,10 @@ def flat_tree(tree: Any, index: RoutingIndex, load: Callable[[set[str]], Mapping
 
     Raises:
         UsageError: It is no dict, or two places get the same dotted name.
-        UnsupportedTypeError: It has a sparse tensor.
     """
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # takes a second to import, and only DCP's format needs it
 
-    plain = plain_tree(tree)
+    plain = plain_tree(tree, sparse=False)  # stock DCP can't store a sparse tensor
     if not isinstance(plain, dict):
         raise UsageError("the state is no dict, and DCP stores dicts", hint="choose tensors with --include '*': they are stored by name")
     inside = load({t.name for node in _objects(plain) for t in stored_tensors(node)})
