@@ -273,12 +273,6 @@ def test_a_reader_asks_again_after_a_while(tmp_path: Path, monkeypatch: pytest.M
         assert len(session.run(scan(session.tiers, "run")).unreachable) == 0
 
 
-def test_a_codec_that_is_not_implemented_is_said_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = load_config({"version": 1, "run": "r", "tiers": [str(tmp_path / "a"), {"uri": str(tmp_path / "b"), "codec": "zstd"}]})
-    with Session.open(config):
-        assert "tier=shared codec=zstd is not implemented yet" in caplog.text
-
-
 def test_a_closed_session_says_so(tmp_path: Path) -> None:
     session = Session.open(config_in(tmp_path), clock=SteppedClock(), opener=quick)
     tiers = session.tiers

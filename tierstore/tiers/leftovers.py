@@ -11,9 +11,11 @@ from collections.abc import Collection
 from typing import Protocol, runtime_checkable
 
 from tierstore.errors import NotFoundError, StorageError
+from tierstore.storage.contract import Storage
+from tierstore.storage.packed import PackedStorage
 from tierstore.tiers.tier import UPLOAD_GRACE_S, Tier, Tiers
 
-__all__ = ["UPLOAD_GRACE_S", "sweep_leftovers"]
+__all__ = ["UPLOAD_GRACE_S", "bare", "sweep_leftovers"]
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,11 @@ class _HasUploads(Protocol):
     async def stale_uploads(self, older_than_s: float) -> list[str]: ...
 
     async def abort_stale_uploads(self, older_than_s: float) -> list[str]: ...
+
+
+def bare(tier: Tier) -> Storage:
+    """The storage that has the leftovers: the one below a storage that packs."""
+    return tier.storage.inner if isinstance(tier.storage, PackedStorage) else tier.storage
 
 
 async def sweep_leftovers(
@@ -63,16 +70,18 @@ async def sweep_leftovers(
 
 
 async def _sweep(tier: Tier, upload_grace_s: float) -> list[str]:
-    if isinstance(tier.storage, _HasTemporaries):
-        return await tier.storage.sweep_temporaries()
-    if isinstance(tier.storage, _HasUploads):
-        return await tier.storage.abort_stale_uploads(upload_grace_s)
+    storage = bare(tier)
+    if isinstance(storage, _HasTemporaries):
+        return await storage.sweep_temporaries()
+    if isinstance(storage, _HasUploads):
+        return await storage.abort_stale_uploads(upload_grace_s)
     return []
 
 
 async def _find(tier: Tier, upload_grace_s: float) -> list[str]:
-    if isinstance(tier.storage, _HasTemporaries):
-        return await tier.storage.stale_temporaries()
-    if isinstance(tier.storage, _HasUploads):
-        return await tier.storage.stale_uploads(upload_grace_s)
+    storage = bare(tier)
+    if isinstance(storage, _HasTemporaries):
+        return await storage.stale_temporaries()
+    if isinstance(storage, _HasUploads):
+        return await storage.stale_uploads(upload_grace_s)
     return []

@@ -26,11 +26,12 @@ from tierstore.errors import (
 from tierstore.names import DESCRIPTOR, attempt_of_log_path, log_root
 from tierstore.storage.contract import Storage
 from tierstore.storage.opening import open_storage
+from tierstore.storage.packed import PackedStorage, Packing, QuantiseRule
 from tierstore.storage.probe import probe
 from tierstore.tiers.catalog import runs
 from tierstore.tiers.costs import ReadSpeed
 from tierstore.tiers.log import record_seq
-from tierstore.tiers.tier import Outage, Tier, Tiers, make_descriptor, read_store_id, wrong_store
+from tierstore.tiers.tier import Outage, Tier, Tiers, look_at_root, make_descriptor, read_store_id, wrong_store
 from tierstore.units import format_some
 
 __all__ = ["LostAuthority", "Opener", "default_opener", "open_tiers", "rejoin"]
@@ -82,18 +83,17 @@ async def open_tiers(config: StoreConfig, *, create: bool = True, lost: LostAuth
     tiers = tuple(
         Tier(
             name=each.name,
-            storage=opener(each, config),
+            storage=_packing(opener(each, config), each, config),
             scope=each.scope,
             durable=each.durable,
             capacity=each.capacity,
             max_bandwidth=each.max_bandwidth,
+            quantise=each.quantise,
+            unchanged_once=each.stores_unchanged_once,
             speed=ReadSpeed(latency_s=each.read.latency_s, bandwidth=each.read.bandwidth),
         )
         for each in config.tiers
     )
-    for each in config.tiers:
-        if each.codec != "raw" and create:
-            log.warning("tier=%s codec=%s is not implemented yet: shards are written there uncompressed", each.name, each.codec)
     try:
         return await _join(config, tiers, create=create, lost=lost)
     except BaseException:
@@ -102,17 +102,43 @@ async def open_tiers(config: StoreConfig, *, create: bool = True, lost: LostAuth
         raise
 
 
+def _packing(storage: Storage, tier: TierConfig, config: StoreConfig) -> Storage:
+    """The storage, with packed shards where the configuration asks for them."""
+    if not tier.packs:
+        return storage
+    rule = None
+    if (wanted := tier.quantise) is not None:
+        rule = QuantiseRule(scheme=wanted.scheme, include=wanted.include, exclude=wanted.exclude or (), min_numel=wanted.min_numel)
+    packing = Packing(
+        codec=tier.codec.name,
+        level=tier.codec.level,
+        threads=tier.codec.threads,
+        nice=config.io.nice,
+        master_once=tier.stores_master_once,
+        quantise=rule,
+    )
+    return PackedStorage(storage, packing)
+
+
+def _reading_packed(tier: Tier) -> Tier:
+    """The tier, able to read packed files whatever is written there from now on."""
+    return tier if isinstance(tier.storage, PackedStorage) else replace(tier, storage=PackedStorage(tier.storage, None))
+
+
 async def _join(config: StoreConfig, tiers: tuple[Tier, ...], *, create: bool, lost: LostAuthority) -> Tiers:
-    by_name = {tier.name: tier for tier in tiers}
-    authority = by_name[config.authority.name]
+    given = {tier.name: tier for tier in tiers}
+    authority = given[config.authority.name]
     must_work = {authority.name, tiers[0].name} if create else set()
 
     outages: dict[str, Outage] = {}
     found: dict[str, str | None] = {}
+    packed: set[str] = set()
 
     async def look(tier: Tier) -> None:
         try:
-            found[tier.name] = await read_store_id(tier)
+            root = await look_at_root(tier)
+            found[tier.name] = root.store_id
+            packed.update([tier.name] if root.packed else [])
         except IntegrityError as error:  # not to be written over; a reader can do without this tier
             if create:
                 raise
@@ -128,6 +154,10 @@ async def _join(config: StoreConfig, tiers: tuple[Tier, ...], *, create: bool, l
     for failure in looks:
         if failure is not None:
             raise failure
+    packed.update(outages)  # what could not be looked at may have packed files
+    tiers = tuple(_reading_packed(tier) if tier.name in packed else tier for tier in tiers)
+    by_name = {tier.name: tier for tier in tiers}
+    authority = by_name[authority.name]
 
     store_id = _common_id(found, authority, tiers)
     if store_id is None:

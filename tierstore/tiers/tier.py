@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tierstore.config_packing import QuantiseConfig
 from tierstore.errors import (
     AccessError,
     ConfigError,
@@ -25,6 +26,7 @@ from tierstore.errors import (
 from tierstore.format.descriptor import Descriptor, decode_descriptor, encode_descriptor
 from tierstore.names import DESCRIPTOR
 from tierstore.storage.contract import Storage
+from tierstore.storage.packed import PACKED_MARKER
 from tierstore.tiers.costs import BUDGET_NBYTES, ReadSpeed
 from tierstore.tiers.space_account import SpaceAccount
 
@@ -33,8 +35,10 @@ __all__ = [
     "Outage",
     "Scope",
     "Tier",
+    "TierRoot",
     "Tiers",
     "ensure_tier",
+    "look_at_root",
     "make_descriptor",
     "read_store_id",
     "recheck",
@@ -57,7 +61,8 @@ Scope = Literal["node", "shared"]
 class Tier:
     """One place that keeps checkpoints. `capacity` is in bytes, `max_bandwidth` in bytes per second; None: no limit.
 
-    `speed` is how fast it answers reads, and `account` what it holds, as far as that is known.
+    `speed` is how fast it answers reads, and `account` what it holds, as far as that is known. `quantise`: what is stored with a loss
+    there; None: nothing. `unchanged_once`: bytes that an earlier checkpoint has there are not stored again.
     """
 
     name: str
@@ -66,6 +71,8 @@ class Tier:
     durable: bool = True
     capacity: int | None = None
     max_bandwidth: int | None = None
+    quantise: QuantiseConfig | None = None
+    unchanged_once: bool = False
     speed: ReadSpeed = field(default_factory=ReadSpeed, compare=False, repr=False)
     account: SpaceAccount = field(default_factory=SpaceAccount, compare=False, repr=False)
 
@@ -149,8 +156,21 @@ class Tiers:
         return len(self.tiers)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierRoot:
+    """What a tier's root shows: the id in its descriptor, None where it has none yet; whether packed files were ever written there."""
+
+    store_id: str | None
+    packed: bool
+
+
 async def read_store_id(tier: Tier) -> str | None:
-    """The id in the tier's descriptor, or None where it has none yet.
+    """The id in the tier's descriptor, or None where it has none yet; raises as `look_at_root`."""
+    return (await look_at_root(tier)).store_id
+
+
+async def look_at_root(tier: Tier) -> TierRoot:
+    """Lists a tier's root, and reads its descriptor.
 
     Raises:
         StorageError: The tier can't be reached.
@@ -158,8 +178,12 @@ async def read_store_id(tier: Tier) -> str | None:
         FormatError, VersionError: The descriptor is foreign, or a newer version's.
     """
     listing = await tier.storage.children("")  # also tells a missing bucket from a missing descriptor
-    if not any(info.path == DESCRIPTOR for info in listing.files):
-        return None
+    names = {info.path for info in listing.files}
+    store_id = await _store_id(tier) if DESCRIPTOR in names else None
+    return TierRoot(store_id=store_id, packed=PACKED_MARKER in names)
+
+
+async def _store_id(tier: Tier) -> str:
     try:
         return decode_descriptor(await tier.storage.read(DESCRIPTOR)).store_id
     except IntegrityError as error:

@@ -13,6 +13,7 @@ from tierstore.names import TMP, Attempt, attempt_of_log_path, log_root
 from tierstore.storage.temporaries import owner_is_dead
 from tierstore.tiers.catalog import Catalog
 from tierstore.tiers.checkpoint import CheckpointInfo
+from tierstore.tiers.leftovers import bare
 from tierstore.tiers.log import lean, read_record, record_seq
 from tierstore.tiers.log_facts import fold
 from tierstore.tiers.tier import Tier, Tiers
@@ -82,9 +83,10 @@ async def look_at_tier(looking: Looking, tier: Tier, catalog: Catalog, wanted: W
             looking.note("V106", name, "not of tierstore's grammar")
     for name in await asyncio.to_thread(_temporaries, tier):
         looking.note("V108", name, "its process is gone")
-    if isinstance(tier.storage, _HasUploads):
+    storage = bare(tier)
+    if isinstance(storage, _HasUploads):
         try:
-            for path in await tier.storage.stale_uploads(looking.work.tiers.upload_grace_s):
+            for path in await storage.stale_uploads(looking.work.tiers.upload_grace_s):
                 looking.note("V118", path, "begun longer ago than a living writer needs, and never finished")
         except AccessError as error:  # a reader's credentials need not be allowed to list uploads
             log.debug("tier=%s uploads can't be listed: %s", tier.name, error.message)
