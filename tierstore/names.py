@@ -17,6 +17,7 @@ __all__ = [
     "INDEX",
     "MANIFEST",
     "OBJECTS",
+    "QUANTISED",
     "TMP",
     "Attempt",
     "Reference",
@@ -37,6 +38,7 @@ __all__ = [
 DESCRIPTOR = "tierstore.json"
 MANIFEST = "manifest.json"
 EVICTED = "evicted.json"
+QUANTISED = "quantised.json"
 INDEX = "index.safetensors"
 OBJECTS = "objects.json"
 TMP = ".tmp"
@@ -122,6 +124,11 @@ class Attempt:
     def evicted_path(self) -> str:
         """On a tier before the authority: this node's copy was dropped on purpose, and is not made again."""
         return f"{self.log_folder}/{EVICTED}"
+
+    @property
+    def quantised_path(self) -> str:
+        """On a tier whose copy is quantised: what proves it (`format.quantised`)."""
+        return f"{self.log_folder}/{QUANTISED}"
 
     @staticmethod
     def parse(run: str, name: str) -> Attempt | None:

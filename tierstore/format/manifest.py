@@ -13,10 +13,14 @@ from tierstore.format.document import decode_document, encode_document
 from tierstore.format.fields import MAX_RANKS, Fields
 from tierstore.names import check_relative
 
-__all__ = ["FILE_KINDS", "MAX_FILES", "FileRecord", "Manifest", "decode_manifest", "encode_manifest"]
+__all__ = ["FILE_KINDS", "LOSSY_GENERATION", "MAX_FILES", "QUANTISE", "FileRecord", "Manifest", "decode_manifest", "encode_manifest"]
 
 FILE_KINDS = frozenset({"shard", "part", "objects", "index"})
 MAX_FILES = 1_000_000
+QUANTISE = "quantise"
+"""The fact that says how this checkpoint is quantised where a tier quantises: a scheme, or ``exact``; absent: as each tier says."""
+LOSSY_GENERATION = "lossy_generation"
+"""The fact that says how many quantised copies stand behind one another in what the training was resumed from; absent: none."""
 MAX_TAGS = 10_000
 MAX_BLOCK_NBYTES = 1 << 30
 _DOCUMENT = "tierstore.manifest"

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from tierstore.format.record import Record
 from tierstore.names import Attempt
-from tierstore.tiers.log_facts import Expiry, Hold
+from tierstore.tiers.log_facts import Expiry, Hold, quantised_in
 
 __all__ = ["CheckpointInfo", "IncompleteAttempt", "ReplicaState", "parse_file_name"]
 
-ReplicaState = Literal["complete", "receipt", "partial", "evicting", "quarantined"]
+ReplicaState = Literal["complete", "receipt", "partial", "evicting", "quarantined", "quantised"]
 """What a tier holds of a checkpoint.
 
 - ``complete``: all of it, with a copy of the commit record; a source for loads and promotion.
@@ -22,6 +22,7 @@ ReplicaState = Literal["complete", "receipt", "partial", "evicting", "quarantine
 - ``partial``: some files; a copy under way, or one that was given up. Not a source.
 - ``evicting``: being removed. A load's very last resort.
 - ``quarantined``: found damaged. The last resort.
+- ``quantised``: all of it, but some tensors with a loss. Counts nowhere, and is read where no other copy gives the bytes.
 """
 
 _SHARD = re.compile(r"shard-(\d{5,8})-of-(\d{5,8})\.safetensors")
@@ -35,7 +36,8 @@ class CheckpointInfo:
     `opening`: how many bytes a reader asks for first, by file, so that it need not wait for the manifest to ask for them. `nbytes` counts
     all its files, in bytes; `replicas` maps a tier's name to what it holds (absent: nothing, or the tier was not reached), nearest first;
     `receipts` maps a node tier's name to the ranks whose parts lie there; `replicated` maps a tier's name to the facts that its
-    ``replicated`` record gives, but for those of single files; `dropped` are the tiers whose copy was, or is being, removed on purpose,
+    ``replicated`` record gives, but for those of single files; `taken` what its copy takes up there, in bytes, where that is not `nbytes`
+    and a record says so; `dropped` are the tiers whose copy was, or is being, removed on purpose,
     and `quarantined` the (tier, file) that were found damaged. `expired`: the decision that it goes, while it is not swept; `revived`:
     when it was last taken back. `superseded`: a later attempt at the same step committed. `damaged`: a record of its log can't be read.
     `authority_lost`: known from replicas' copies of the log only. `records`: its log, `lean`.
@@ -56,6 +58,7 @@ class CheckpointInfo:
     replicas: Mapping[str, ReplicaState] = field(default_factory=dict)
     receipts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     replicated: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    taken: Mapping[str, int] = field(default_factory=dict)
     dropped: frozenset[str] = frozenset()
     quarantined: frozenset[tuple[str, str]] = frozenset()
     expired: Expiry | None = None
@@ -92,7 +95,16 @@ class CheckpointInfo:
     def loadable(self) -> bool:
         """Whether it is offered for loading: also where the only whole copies were found damaged. Other tiers may have what is bad in
         them, and if not, that is said: nobody is given an older step without a word."""
-        return self.usable or "quarantined" in self.replicas.values()
+        return self.usable or not {"quarantined", "quantised"}.isdisjoint(self.replicas.values())
+
+    def quantised_on(self, tier: str) -> Mapping[str, Any] | None:
+        """What is known of a tier's quantised copy (empty: nothing more than that it is one); None: it is none, or none is there."""
+        told = quantised_in(self.replicated.get(tier, {}))
+        return told if told is not None else {} if self.replicas.get(tier) == "quantised" else None
+
+    def taken_on(self, tier: str) -> int:
+        """What the tier's copy takes up there, in bytes, as its record says; `nbytes` where none does."""
+        return self.taken.get(tier, self.nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,14 +25,14 @@ from tierstore.errors import (
 )
 from tierstore.format.digest import block_digests, digest_of, file_digest
 from tierstore.format.index import Index, check_coverage, decode_index, encode_index, head_nbytes, merge_indexes
-from tierstore.format.manifest import FileRecord, Manifest, decode_manifest, encode_manifest
+from tierstore.format.manifest import LOSSY_GENERATION, FileRecord, Manifest, decode_manifest, encode_manifest
 from tierstore.format.objects import load_objects, merge_objects
 from tierstore.format.record import Record
 from tierstore.names import INDEX, MANIFEST, OBJECTS, Attempt, save_id_time
 from tierstore.storage.contract import FileInfo, Storage
 from tierstore.tiers.gathering import Gathered, Gathering, PackedObjects
 from tierstore.tiers.index_pages import opening_nbytes
-from tierstore.tiers.log import decide_fate, files_told, read_fate
+from tierstore.tiers.log import decide_fate, files_told, read_fate, taken_told
 from tierstore.tiers.tier import Tiers
 
 __all__ = ["commit", "condemned_error"]
@@ -122,7 +122,7 @@ async def _commit(
 ) -> Record:
     storage = tiers.authority.storage
     world_size = len(parts)
-    records, first = [part.record for part in parts], parts[0].facts
+    records, first = [part.record for part in parts], _facts_of(parts)
     try:
         index, objects = await asyncio.to_thread(_merge, parts)
     except (IncompleteError, FormatError, UsageError) as error:
@@ -149,7 +149,8 @@ async def _commit(
     document = await _publish(storage, attempt, MANIFEST, document, lambda found: _same_files(found, manifest))
 
     reach("commit.before-record")
-    facts = {**commit_facts(manifest, document), **_server_facts(seen)}
+    besides = manifest.nbytes - sum(info.nbytes for info in seen.values())
+    facts = {**commit_facts(manifest, document), **_server_facts(seen), **taken_told(seen, besides=besides)}
     fate = _accept(await decide_fate(storage, attempt, "committed", facts, clock), attempt)
     reach("commit.after-record")
     if fate.data.get("manifest") != facts["manifest"]:
@@ -167,6 +168,13 @@ def _merge(parts: list[Gathered]) -> tuple[Index, bytes]:
     merged = merge_indexes([part.index for part in parts], labels=[f"rank {part.rank}" for part in parts])
     check_coverage(merged)
     return merged, merge_objects(PackedObjects(parts))
+
+
+def _facts_of(parts: Sequence[Gathered]) -> dict[str, Any]:
+    """What the first rank tells; but the ranks may have resumed from different copies, and one that is lossy counts for all of them."""
+    told = [part.facts.get(LOSSY_GENERATION) for part in parts]
+    generation = max((n for n in told if type(n) is int), default=0)
+    return {**parts[0].facts, **({LOSSY_GENERATION: generation} if generation > 0 else {})}
 
 
 def _index_metadata(attempt: Attempt) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tierstore.errors import IntegrityError, NotFoundError, TierStoreError
 from tierstore.format.record import Record
-from tierstore.names import EVICTED, Attempt, log_root
+from tierstore.names import EVICTED, QUANTISED, Attempt, log_root
 from tierstore.storage.contract import FileInfo, ReadsEach
 from tierstore.tiers.log import lean, parse_record, record_seq, swept_in
 from tierstore.tiers.record_cache import RecordCache
@@ -29,7 +29,8 @@ _BATCH = 128
 class TierListing:
     """One tier's listing: per attempt the files of its records by number, the ranks of its receipts, and the payload folders.
 
-    `evicted`: attempts whose copy on this node was dropped on purpose. `read`: the records that were read, or what is wrong with them.
+    `evicted`: attempts whose copy on this node was dropped on purpose. `quantised`: those beside whose copy lies what proves one that is
+    not exact. `read`: the records that were read, or what is wrong with them.
     """
 
     tier: Tier
@@ -38,6 +39,7 @@ class TierListing:
     receipts: dict[Attempt, list[int]] = field(default_factory=dict)
     folders: set[Attempt] = field(default_factory=set)
     evicted: set[Attempt] = field(default_factory=set)
+    quantised: set[Attempt] = field(default_factory=set)
     foreign: list[str] = field(default_factory=list)
     read: dict[Attempt, dict[int, Record | IntegrityError]] = field(default_factory=dict)
 
@@ -108,6 +110,8 @@ def _file_logs(listing: TierListing, names: Names, logs: Iterable[FileInfo], *, 
                 listing.receipts.setdefault(attempt, []).append(int(leaf[8:-5]))
         elif leaf == EVICTED and staging:
             listing.evicted.add(attempt)
+        elif leaf == QUANTISED:
+            listing.quantised.add(attempt)
         else:
             listing.foreign.append(info.path)
 

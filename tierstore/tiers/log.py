@@ -26,6 +26,7 @@ __all__ = [
     "append",
     "decide_fate",
     "files_told",
+    "gone_in",
     "lean",
     "new_nonce",
     "parse_record",
@@ -34,6 +35,7 @@ __all__ = [
     "read_record",
     "record_seq",
     "swept_in",
+    "taken_told",
     "too_late",
 ]
 
@@ -51,8 +53,12 @@ _DEEDS = {
     "replicated": "the copy",
     "evicting": "dropping a copy",
     "quarantined": "noting the damage",
+    "referenced": "a reference to its bytes",
 }
 """What a decision is called where a person is told that it came too late."""
+
+_AFTER_REDUCED = frozenset({"referenced", "reduced", "swept"})
+"""What may still be decided about a checkpoint of which only shards stay, for others refer to them."""
 
 _LEAF = re.compile(r"(\d{6})\.json")
 
@@ -107,11 +113,16 @@ async def read_fate(storage: Storage, attempt: Attempt) -> Record | None:
         return None
 
 
-async def read_log(storage: Storage, attempt: Attempt) -> tuple[Record, ...]:
+async def read_log(storage: Storage, attempt: Attempt, *, known: Sequence[Record] = ()) -> tuple[Record, ...]:
     """All records of an attempt, in order; empty if its fate is open.
 
     The listing only says where to begin: the end is found by asking for the next number until there is none, for some shared file
     systems list late (PROTOCOLS.md §1). Of a swept checkpoint what was not trimmed yet: at least ``000000`` and, last, ``swept``.
+
+    Args:
+        storage: The authority's storage.
+        attempt: Whose log.
+        known: Records of it that were read before: those that are still listed are not read again, as a record never changes.
 
     Raises:
         IntegrityError: A record is missing in the middle, or can't be parsed.
@@ -119,7 +130,7 @@ async def read_log(storage: Storage, attempt: Attempt) -> tuple[Record, ...]:
     missing = -1
     for _ in range(2):  # a record that goes between the listing and its reading is being trimmed, and then the next listing shows `swept`
         numbers = await _listed(storage, attempt)
-        found = await _read_listed(storage, attempt, numbers)
+        found = await _read_listed(storage, attempt, numbers, {record.seq: record for record in known if record.seq in numbers})
         if swept_in(found.values()) is not None:
             return tuple(found[seq] for seq in sorted(found))
         missing = next((seq for seq in range(max(numbers, default=-1) + 1) if seq not in found), -1)
@@ -138,9 +149,9 @@ async def _listed(storage: Storage, attempt: Attempt) -> set[int]:
     return {seq for info in listed if (seq := record_seq(info.path.rpartition("/")[2])) is not None}
 
 
-async def _read_listed(storage: Storage, attempt: Attempt, numbers: set[int]) -> dict[int, Record]:
-    """The records up to the last one listed, as far as they are there; only the listed ones where that one ends the log."""
-    found: dict[int, Record] = {}
+async def _read_listed(storage: Storage, attempt: Attempt, numbers: set[int], found: dict[int, Record]) -> dict[int, Record]:
+    """The records up to the last one listed, as far as they are there; only the listed ones where that one ends the log. `found`: what
+    is known of them."""
 
     async def one(seq: int) -> None:
         try:
@@ -150,7 +161,8 @@ async def _read_listed(storage: Storage, attempt: Attempt, numbers: set[int]) ->
 
     last = max(numbers, default=-1)
     if len(numbers) <= last:  # trimmed, or listed late
-        await one(last)
+        if last not in found:
+            await one(last)
         if swept_in(found.values()) is None:
             numbers = set(range(last + 1))
     await together(one, sorted(numbers - found.keys()))
@@ -175,6 +187,12 @@ def files_told(seen: Mapping[str, FileInfo]) -> dict[str, Any]:
     return {"files": {name: {"nbytes": info.nbytes, "etag": info.etag, "checksum": info.checksum} for name, info in sorted(seen.items())}}
 
 
+def taken_told(seen: Mapping[str, FileInfo], *, besides: int = 0) -> dict[str, int]:
+    """What a record says of the bytes that a copy takes up, where these are not its files' lengths; `besides`: bytes of other files."""
+    taken = sum(info.taken_nbytes for info in seen.values())
+    return {} if taken == sum(info.nbytes for info in seen.values()) else {"taken_nbytes": taken + besides}
+
+
 def lean(record: Record) -> Record:
     """A record without what it says of each single file of a copy: that is read again where it is wanted (`read_record`).
 
@@ -188,6 +206,12 @@ def lean(record: Record) -> Record:
 def swept_in(records: Iterable[Record]) -> Record | None:
     """The record that says that the checkpoint is gone, if there is one: nothing follows it, and those before it may be gone."""
     return next((record for record in records if record.kind == "swept"), None)
+
+
+def gone_in(records: Iterable[Record]) -> Record | None:
+    """The record that says that the checkpoint is gone for everybody: ``swept``, else the last ``reduced``; None: it is not gone."""
+    ends = [record for record in records if record.kind in ("reduced", "swept")]
+    return swept_in(ends) or (ends[-1] if ends else None)
 
 
 def too_late(attempt: Attempt, kind: str, swept: Record) -> RefusedError:
@@ -211,10 +235,11 @@ async def append(
     after: int | None = None,
     allow: Callable[[Sequence[Record]], bool] | None = None,
     actor: str | None = None,
+    known: Sequence[Record] = (),
 ) -> Record:
     """Appends a decision by winning the next number; after a lost race it reads again and decides again.
 
-    Nothing follows `swept`. As the records before it are trimmed, a number that was free for somebody who has slept since then can be
+    Nothing follows `swept`, and `reduced` only what is about the shards that stay. As the records before it are trimmed, a number that was free for somebody who has slept since then can be
     won once more: so the log is listed again after the win, and a record beside `swept` counts for nothing.
 
     Args:
@@ -226,6 +251,7 @@ async def append(
         after: The number of the last record that the decision was made upon; if the log has grown since, it is not made.
         allow: The decision's precondition, asked of all records before each try.
         actor: Who decides; host and process by default.
+        known: As for `read_log`.
 
     Raises:
         NotFoundError: The attempt has no fate yet: there is nothing to decide about.
@@ -235,7 +261,7 @@ async def append(
     """
     nonce = new_nonce()
     while True:
-        records = await read_log(storage, attempt)
+        records = await read_log(storage, attempt, known=known)
         if not records:
             raise NotFoundError(
                 f"{attempt.log_folder} on {storage.uri} has no commit record",
@@ -243,8 +269,9 @@ async def append(
                 run=attempt.run,
                 step=attempt.step,
             )
-        if (swept := swept_in(records)) is not None:
-            raise too_late(attempt, kind, swept)
+        gone = gone_in(records)
+        if gone is not None and (gone.kind == "swept" or kind not in _AFTER_REDUCED):
+            raise too_late(attempt, kind, gone)
         if after is not None and records[-1].seq != after:
             raise ConflictError(
                 f"the log {attempt.log_folder} has grown from {after} to {records[-1].seq} since it was read",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Any
 
 from tierstore.clock import parse_utc
 from tierstore.format.record import Record
 
-__all__ = ["Expiry", "Hold", "LogFacts", "fold"]
+__all__ = ["Expiry", "Hold", "LogFacts", "fold", "quantised_in"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,9 @@ class LogFacts:
         holds: The holds that were not released; whether one has run out is for who knows the time.
         expired: The decision that it goes, unless it was taken back.
         revived: When it was last taken back from being expired.
-        swept: It is gone: the point of no return.
+        swept: It is gone for everybody, by ``swept`` or ``reduced``: the point of no return.
+        reduced: By ``reduced``: the tiers on which its shards stay, for others refer to them; None: it is not reduced, or swept since.
+        referenced: Tier → folders of the checkpoints whose files there may take bytes from its shards, in the order of the records.
         replicated: Tier → the record that made its copy count; evicted copies are not here.
         evicting: Tiers whose copy is being removed.
         evicted: Tiers whose copy was removed on purpose.
@@ -63,10 +66,17 @@ class LogFacts:
     expired: Expiry | None = None
     revived: datetime | None = None
     swept: bool = False
+    reduced: frozenset[str] | None = None
+    referenced: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     replicated: Mapping[str, Record] = field(default_factory=dict)
     evicting: frozenset[str] = frozenset()
     evicted: frozenset[str] = frozenset()
     quarantined: frozenset[tuple[str, str]] = frozenset()
+
+    @property
+    def quantised(self) -> Mapping[str, Mapping[str, Any]]:
+        """Tier → what its record says of a copy that is not exact: such a copy counts nowhere, and is no source of another one."""
+        return {tier: told for tier, record in self.replicated.items() if (told := quantised_in(record.data)) is not None}
 
     @property
     def committed(self) -> bool:
@@ -80,6 +90,23 @@ class LogFacts:
     def hidden(self) -> bool:
         """Expired and not taken back, or swept: not offered, and copied nowhere."""
         return self.expired is not None or self.swept
+
+    def refused_reference(self, tier: str, authority: str) -> str:
+        """Why no file on the tier may begin to refer to its shards there; empty: it may.
+
+        Its copy there must be whole and exact, and must not have been let go; a reduced one's shards stay where the record says so.
+        """
+        if not self.committed:
+            return "it is no checkpoint"
+        if self.swept and (self.reduced is None or tier not in self.reduced):
+            return "it was deleted"
+        if tier in self.dropped:
+            return "its copy there was dropped"
+        if tier != authority and tier not in self.replicated:
+            return "it has no whole copy there"
+        if self.quarantined_on(tier):
+            return "its copy there was found damaged"
+        return "its copy there is not exact" if tier in self.quantised else ""
 
     @property
     def dropped(self) -> frozenset[str]:
@@ -97,6 +124,12 @@ class LogFacts:
         return any(name == tier for name, _ in self.quarantined)
 
 
+def quantised_in(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a ``replicated`` record's facts say of a quantised copy; None: the copy is exact."""
+    told = data.get("quantised")
+    return told if isinstance(told, Mapping) else None
+
+
 def fold(records: Sequence[Record]) -> LogFacts:
     """Reads an attempt's records, in the order of their numbers; empty: its fate is open."""
     fate = records[0] if records and records[0].seq == 0 else None
@@ -108,7 +141,10 @@ def fold(records: Sequence[Record]) -> LogFacts:
     revived: datetime | None = None
     replicated: dict[str, Record] = {}
     words: dict[str, str] = {}
+    reduced: frozenset[str] | None = None
+    referenced: dict[str, dict[str, None]] = {}
     quarantined: set[tuple[str, str]] = set()
+    swept = False
     for record in records:
         data, tier, name = record.data, str(record.data.get("tier", "")), str(record.data.get("name", "pin"))
         if record.kind in ("pinned", "tagged", "held", "revived"):
@@ -141,6 +177,13 @@ def fold(records: Sequence[Record]) -> LogFacts:
             words[tier] = record.kind
         elif record.kind == "quarantined":
             quarantined.add((tier, str(data.get("file", ""))))
+        elif record.kind == "referenced":
+            referenced.setdefault(tier, {})[str(data.get("by", ""))] = None
+        elif record.kind == "reduced":
+            kept = frozenset(_texts(data.get("keep")))
+            reduced = kept if reduced is None else reduced & kept  # what was let go once does not come back
+        elif record.kind == "swept":
+            swept = True
     return LogFacts(
         fate=fate,
         metrics=metrics,
@@ -149,7 +192,9 @@ def fold(records: Sequence[Record]) -> LogFacts:
         holds=tuple(holds.values()),
         expired=expired,
         revived=revived,
-        swept=any(r.kind == "swept" for r in records),
+        swept=swept or reduced is not None,
+        reduced=None if swept else reduced,
+        referenced={tier: tuple(folders) for tier, folders in referenced.items()},
         replicated=replicated,
         evicting=frozenset(t for t, word in words.items() if word == "evicting"),
         evicted=frozenset(t for t, word in words.items() if word == "evicted"),

@@ -164,7 +164,8 @@ def _decide(attempt: Attempt, authority: TierListing | None, views: Sequence[Tie
     dropped = facts.dropped | {view.tier.name for view in views if attempt in view.evicted}
     replicas = _replicas(attempt, facts, dropped, authority, lost, views)
     receipts = _receipts(attempt, views)
-    scanned.checkpoints.append(_info(attempt, records, facts, dropped, replicas, receipts, damaged=bool(damages), lost=lost))
+    home = authority.tier.name if authority else ""
+    scanned.checkpoints.append(_info(attempt, records, facts, dropped, replicas, receipts, home=home, damaged=bool(damages), lost=lost))
     if not (lost or damages) and (behind := _behind(attempt, facts, dropped, len(records), authority, views)):
         scanned.behind[attempt] = behind
     return True
@@ -182,7 +183,8 @@ def _note_remains(attempt: Attempt, authority: TierListing | None, views: Sequen
     for view in views:
         numbers = view.records.get(attempt, {}).keys()
         kept = {0, max(numbers)} if view is authority and view.swept(attempt) else {0} if view is authority else set()
-        if attempt in view.folders or attempt in view.receipts or attempt in view.evicted or numbers - kept:
+        beside = attempt in view.receipts or attempt in view.evicted or attempt in view.quantised
+        if attempt in view.folders or beside or numbers - kept:
             left.append(view.tier.name)
     if left:
         scanned.remains[attempt] = tuple(left)
@@ -196,6 +198,7 @@ def _info(
     replicas: Mapping[str, ReplicaState],
     receipts: Mapping[str, tuple[int, ...]],
     *,
+    home: str,
     damaged: bool,
     lost: bool,
 ) -> CheckpointInfo:
@@ -221,6 +224,7 @@ def _info(
         replicas=replicas,
         receipts=receipts,
         replicated={tier: record.data for tier, record in facts.replicated.items()},
+        taken=_taken({home: records[0], **facts.replicated}),
         dropped=dropped,
         quarantined=facts.quarantined,
         expired=facts.expired,
@@ -229,6 +233,12 @@ def _info(
         authority_lost=lost,
         records=tuple(records),
     )
+
+
+def _taken(records: Mapping[str, Record]) -> dict[str, int]:
+    """What copies take up, by tier, as their records say."""
+    told = {tier: record.data.get("taken_nbytes") for tier, record in records.items()}
+    return {tier: nbytes for tier, nbytes in told.items() if type(nbytes) is int and nbytes >= 0}
 
 
 def _opening(told: object) -> dict[str, int]:
@@ -265,7 +275,7 @@ def _replicas(
     states: dict[str, ReplicaState] = {}
     for view in views:
         name = view.tier.name
-        log_left = view is not authority and (attempt in view.records or attempt in view.receipts)
+        log_left = view is not authority and (attempt in view.records or attempt in view.receipts or attempt in view.quantised)
         if attempt not in view.folders and not (name in dropped and log_left):  # copies of the log that a late copier left go too
             continue
         first = view.records.get(attempt, {}).get(0)
@@ -275,12 +285,18 @@ def _replicas(
         elif facts.quarantined_on(name) and copied:
             states[name] = "quarantined"
         elif copied and not _is_share(attempt, facts, view):
-            states[name] = "complete"
+            states[name] = "quantised" if _is_quantised(attempt, facts, view) else "complete"
         elif attempt in view.receipts:
             states[name] = "receipt"
         else:
             states[name] = "partial"
     return states
+
+
+def _is_quantised(attempt: Attempt, facts: LogFacts, view: TierListing) -> bool:
+    """Whether the tier's copy is not exact: as its record says; where that was lost with the log, what lies beside the copy says so."""
+    name = view.tier.name
+    return name in facts.quantised or (attempt in view.quantised and name not in facts.replicated)
 
 
 def _behind(

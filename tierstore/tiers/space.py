@@ -29,7 +29,7 @@ async def used_on(tier: Tier) -> int:
     """
     mark = tier.account.begin()
     free = await tier.storage.free_nbytes()
-    used = sum(f.nbytes for f in await tier.storage.list())
+    used = sum(f.taken_nbytes for f in await tier.storage.list())
     tier.account.listed(used, free, mark)
     return used
 

@@ -99,7 +99,7 @@ async def measure_run(tiers: Tiers, run: str) -> RunUsage:
             found = _belongs(run, info.path)
             if found is not None:
                 attempt, kind = found
-                counted[attempt, tier.name, kind] += info.nbytes
+                counted[attempt, tier.name, kind] += info.taken_nbytes
 
     await asyncio.gather(*(one(tier) for tier in tiers))
     if len(unreachable) == len(tiers):
@@ -119,9 +119,9 @@ async def measure_stores(tiers: Tiers, only: Sequence[str] = ()) -> dict[str, St
             return StoreUsage(tier=tier.name, nbytes=None, error=reason_of(error))
         return StoreUsage(
             tier=tier.name,
-            nbytes=sum(info.nbytes for info in listed),
+            nbytes=sum(info.taken_nbytes for info in listed),
             files=len(listed),
-            plain_nbytes=sum(info.nbytes for info in listed if info.path.startswith(f"{ROOT}/")),
+            plain_nbytes=sum(info.taken_nbytes for info in listed if info.path.startswith(f"{ROOT}/")),
             total_nbytes=await total_nbytes(tier),
             free_nbytes=free,
         )

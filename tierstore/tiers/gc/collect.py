@@ -352,7 +352,7 @@ class _Collecting:
         return done
 
     def _note_freed(self, one: Found) -> None:
-        job, nbytes = one.job, sum(info.nbytes for info in one.files)
+        job, nbytes = one.job, sum(info.taken_nbytes for info in one.files)
         self.freed.append(Freed(attempt=job.attempt, tier=job.tier.name, kind=job.kind, files=len(one.files), nbytes=nbytes))
         where = f"tier={job.tier.name} checkpoint={job.attempt.folder} kind={job.kind}"
         level = logging.DEBUG if self._dry_run else logging.INFO

@@ -16,7 +16,7 @@ from typing import Literal
 
 from tierstore.crashpoints import reach
 from tierstore.errors import TierStoreError
-from tierstore.names import EVICTED, INDEX, MANIFEST, OBJECTS, Attempt
+from tierstore.names import EVICTED, INDEX, MANIFEST, OBJECTS, QUANTISED, Attempt
 from tierstore.storage.contract import FileInfo
 from tierstore.tiers.checkpoint import parse_file_name
 from tierstore.tiers.gc.audit import AuditLine, audit_home, write_audit
@@ -122,7 +122,7 @@ def _log_step(leaf: str) -> Step | None:
         return "log" if seq else "record"
     if _RECEIPT.fullmatch(leaf):
         return "manifest"
-    return "log" if leaf == EVICTED else None
+    return "log" if leaf in (EVICTED, QUANTISED) else None
 
 
 class Remover:
@@ -166,7 +166,9 @@ class Remover:
 
     async def _write_down(self, found: Sequence[Found]) -> None:
         lines = [
-            AuditLine(tier=one.job.tier.name, path=info.path, nbytes=info.nbytes, why=one.job.why) for one in found for info in one.files
+            AuditLine(tier=one.job.tier.name, path=info.path, nbytes=info.taken_nbytes, why=one.job.why)
+            for one in found
+            for info in one.files
         ]
         if not lines:
             return

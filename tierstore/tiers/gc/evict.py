@@ -77,7 +77,9 @@ async def evict(h: Housekeeping, info: CheckpointInfo, tier: Tier | str, *, reas
         if failure is not None:
             raise failure
         await finish_eviction(h, job)
-    return Freed(attempt=info.attempt, tier=target.name, kind="evict", files=len(found.files), nbytes=sum(f.nbytes for f in found.files))
+    return Freed(
+        attempt=info.attempt, tier=target.name, kind="evict", files=len(found.files), nbytes=sum(f.taken_nbytes for f in found.files)
+    )
 
 
 async def decide_eviction(h: Housekeeping, attempt: Attempt, tier: Tier, reason: str) -> Emptying:

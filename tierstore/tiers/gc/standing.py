@@ -53,6 +53,8 @@ async def copies_standing(tiers: Tiers, attempt: Attempt, facts: LogFacts, *, wi
             return "has dropped its copy"
         if not (tiers.is_authority(tier) or tier.name in facts.replicated):
             return "has no recorded copy"
+        if tier.name in facts.quantised:
+            return "has a quantised copy only"
         if facts.quarantined_on(tier.name):
             return "has a copy that was found damaged"
         try:

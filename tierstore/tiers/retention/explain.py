@@ -86,4 +86,4 @@ def _of_tiers(plan: Plan, entry: PlanEntry, ranked: Sequence[PlanEntry], zone: t
 
 
 def _on(entry: PlanEntry, tier: str) -> bool:
-    return entry.replicas.get(tier) in ("complete", "receipt")
+    return entry.replicas.get(tier) in ("complete", "receipt", "quantised")

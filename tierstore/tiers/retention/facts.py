@@ -65,12 +65,13 @@ def counted_copies(info: CheckpointInfo, tiers: Sequence[TierFacts]) -> tuple[st
 
 
 def is_recorded(info: CheckpointInfo, tier: TierFacts) -> bool:
-    """Whether the log gives the tier a copy that would count; whether it is there is another matter."""
+    """Whether the log gives the tier an exact copy that would count; whether it is there is another matter."""
     return (
         tier.durable
         and not tier.staging
         and (tier.authority or tier.name in info.replicated)
         and tier.name not in info.dropped
+        and info.quantised_on(tier.name) is None
         and all(name != tier.name for name, _ in info.quarantined)
     )
 
@@ -81,12 +82,12 @@ def _counts(info: CheckpointInfo, tier: TierFacts) -> bool:
 
 def holds(info: CheckpointInfo, tier: str) -> bool:
     """Whether the tier has the checkpoint, or a node's share of it, to lose."""
-    return tier not in info.dropped and info.replicas.get(tier) in ("complete", "receipt")
+    return tier not in info.dropped and info.replicas.get(tier) in ("complete", "receipt", "quantised")
 
 
 def held_nbytes(info: CheckpointInfo, tier: str) -> int:
-    """How many bytes of the checkpoint lie on the tier: of a node's share, as many as its ranks have of it if all have the same."""
+    """What the checkpoint takes up on the tier, in bytes, as its record says; a node's share: what its ranks have if all have the same."""
     ranks = len(info.receipts.get(tier, ()))
     if info.replicas.get(tier) == "receipt" and ranks:
         return -(-info.nbytes * min(ranks, info.world_size) // info.world_size)
-    return info.nbytes
+    return info.taken_on(tier)
