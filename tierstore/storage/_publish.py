@@ -121,12 +121,21 @@ class Tree:
 
 
 class WritingFile:
-    """A file that is written under a temporary name. Making one does no I/O; `discard` ends it at any time, from any thread."""
+    """A file that is written under a temporary name. Making one does no I/O; `discard` ends it at any time, from any thread.
 
-    def __init__(self, tree: Tree, final: str, nbytes: int, *, direct: bool) -> None:
+    Args:
+        tree: Where it is.
+        final: What its path will be.
+        nbytes: How long it will be, in bytes.
+        direct: Go past the page cache where that pays.
+        grows: `nbytes` is only what it will be at most: no space is reserved, and `grown` tells the length before it is published.
+    """
+
+    def __init__(self, tree: Tree, final: str, nbytes: int, *, direct: bool, grows: bool = False) -> None:
         self.final = final
         self._tree = tree
         self._nbytes = nbytes
+        self._grows = grows
         self._direct = direct and nbytes >= DIRECT_WRITE_NBYTES
         self._lock = threading.Lock()
         self._given_up = False
@@ -146,8 +155,12 @@ class WritingFile:
             self._temporary = self._tree.temporary("write")
             self._file = file = OpenFile(self._tree.syscalls, self._temporary, _NEW, direct=self._direct)
             file.open()
-        if self._nbytes >= DIRECT_WRITE_NBYTES:
+        if self._nbytes >= DIRECT_WRITE_NBYTES and not self._grows:
             file.allocate(self._nbytes)
+
+    def grown(self, nbytes: int) -> None:
+        """Tells how long it became, in bytes."""
+        self._nbytes = nbytes
 
     def write(self, data: memoryview, offset: int) -> None:
         assert self._file is not None

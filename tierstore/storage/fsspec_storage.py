@@ -26,7 +26,7 @@ from tierstore.errors import ConfigError, ConflictError, IntegrityError, NotFoun
 from tierstore.names import TMP, check_relative
 from tierstore.storage._sessions import abandon_connections
 from tierstore.storage._threads import DaemonPool
-from tierstore.storage.contract import Capabilities, FileInfo, Listing, Source
+from tierstore.storage.contract import Capabilities, FileInfo, Growing, Listing, Source
 from tierstore.storage.fsspec_errors import may_pass, translate_fsspec
 from tierstore.storage.tasks import to_the_end
 
@@ -202,6 +202,11 @@ class FsspecStorage:
 
     async def write(self, path: str, source: Source) -> FileInfo:
         full, temporary = self._full(path), self._temporary()
+        if isinstance(source, Growing):
+            first = await self._pull_growing(path, source, 0)
+            if source.length == first.nbytes:
+                return await self._publish(path, full, temporary, self._store(path, temporary, bytes(first)), first.nbytes)
+            return await self._publish(path, full, temporary, self._spool_growing(path, temporary, source, first), None, source)
         if source.nbytes <= self._part_nbytes:
             data = bytes(await self._pull(path, source, 0)) if source.nbytes else b""
             return await self._publish(path, full, temporary, self._store(path, temporary, data), source.nbytes)
@@ -219,6 +224,28 @@ class FsspecStorage:
             await asyncio.to_thread(file.flush)
             await self._write_call("writing", path, temporary, "put_file", file.name, temporary, timeout_s=self._long(source.nbytes))
 
+    async def _spool_growing(self, path: str, temporary: str, source: Growing, first: memoryview) -> None:
+        with tempfile.NamedTemporaryFile(prefix="tierstore-") as file:
+            offset, view = 0, first
+            del first
+            while True:
+                await asyncio.to_thread(file.write, view)
+                offset += view.nbytes
+                if source.length == offset:
+                    break
+                view = await self._pull_growing(path, source, offset)
+            await asyncio.to_thread(file.flush)
+            await self._write_call("writing", path, temporary, "put_file", file.name, temporary, timeout_s=self._long(offset))
+
+    async def _pull_growing(self, path: str, source: Growing, offset: int) -> memoryview:
+        view = await source.read(offset, self._part_nbytes)
+        if view.nbytes < self._part_nbytes and source.length != offset + view.nbytes:
+            raise IntegrityError(
+                f"writing {self._uri}/{path}: its source gave {view.nbytes} bytes at {offset}, and more were to come",
+                hint="it was cut short",
+            )
+        return view
+
     async def _pull(self, path: str, source: Source, offset: int) -> memoryview:
         nbytes = min(self._part_nbytes, source.nbytes - offset)
         view = await source.read(offset, nbytes)
@@ -228,10 +255,23 @@ class FsspecStorage:
             )
         return view
 
-    async def _publish(self, path: str, full: str, temporary: str, storing: Awaitable[None], nbytes: int) -> FileInfo:
-        """Runs `storing`, checks what it made, and moves it to its name; on any failure the temporary goes and nothing is published."""
+    async def _publish(
+        self, path: str, full: str, temporary: str, storing: Awaitable[None], nbytes: int | None, grown: Growing | None = None
+    ) -> FileInfo:
+        """Runs `storing`, checks what it made, and moves it to its name; on any failure the temporary goes and nothing is published.
+
+        Args:
+            path, full, temporary: The file's names.
+            storing: Writes the temporary.
+            nbytes: The length, in bytes; None: `grown` knows it when `storing` has ended.
+            grown: The source, where it grows.
+        """
         try:
             await storing
+            if nbytes is None:
+                assert grown is not None
+                nbytes = grown.length
+                assert nbytes is not None
             stored = await self._call("checking", path, "info", temporary)
             if stored.get("size") != nbytes:
                 raise IntegrityError(

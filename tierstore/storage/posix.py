@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -22,7 +23,7 @@ from tierstore.storage._reading import BOUNCE_NBYTES, THREADS_EACH, PieceReader,
 from tierstore.storage._syscalls import OsSyscalls, Syscalls
 from tierstore.storage._walk import delete_files, list_dead, list_files, list_level, stat_file, sweep
 from tierstore.storage.bounce import Bounces
-from tierstore.storage.contract import Capabilities, FileInfo, InMemory, Listing, Reading, Source
+from tierstore.storage.contract import Capabilities, FileInfo, Growing, InMemory, Listing, Reading, Source
 from tierstore.storage.sources import BytesSource
 
 __all__ = ["PosixStorage"]
@@ -214,10 +215,15 @@ class PosixStorage:
     async def write(self, path: str, source: Source) -> FileInfo:
         full = self._full(path)
         nbytes = source.nbytes
-        file = WritingFile(self._tree, full, nbytes, direct=self._direct)
+        grows = isinstance(source, Growing)
+        file = WritingFile(self._tree, full, nbytes, direct=self._direct, grows=grows)
         published = False
         try:
-            if isinstance(source, InMemory):
+            if isinstance(source, Growing):
+                await self._calls.run("write", full, file.open)
+                nbytes = await self._pour_growing(full, source, file)
+                modified_at = await self._calls.run("write", full, file.publish, nbytes=nbytes)
+            elif isinstance(source, InMemory):
                 modified_at = await self._pour_memory(full, source, file, nbytes)
             else:
                 await self._calls.run("write", full, file.open, nbytes=nbytes)
@@ -269,6 +275,38 @@ class PosixStorage:
                 moved.set()
 
         await all_of([work() for _ in range(min(2 * self._n_threads, -(-nbytes // _PART_NBYTES)))], moved, self._calls.deadline_s, full)
+
+    async def _pour_growing(self, full: str, source: Growing, file: WritingFile) -> int:
+        """Pulls the source from front to back, and writes a part while the next one is made; returns the length, in bytes."""
+        parts = itertools.count(0, _PART_NBYTES)
+        moved, turn = asyncio.Event(), asyncio.Lock()
+        ended = False
+
+        async def work() -> None:
+            nonlocal ended
+            while True:
+                async with turn:
+                    if ended:
+                        return
+                    offset = next(parts)
+                    data = await source.read(offset, _PART_NBYTES)
+                    ended = data.nbytes < _PART_NBYTES or source.length == offset + data.nbytes
+                    if ended and source.length != offset + data.nbytes:
+                        raise IntegrityError(
+                            f"the source of {full} gave {data.nbytes} bytes at {offset} where {_PART_NBYTES} were asked for",
+                            hint="the file was not written",
+                            path=full,
+                        )
+                    moved.set()
+                if data.nbytes:
+                    await self._calls.run("write", full, file.write, data, offset, nbytes=offset + data.nbytes)
+                    moved.set()
+                del data
+
+        await all_of([work() for _ in range(2)], moved, self._calls.deadline_s, full)
+        assert source.length is not None
+        file.grown(source.length)
+        return source.length
 
     async def clone(self, path: str, origin: Path, *, hard: bool = False) -> FileInfo | None:
         """Takes in a local file without copying its bytes; beyond the contract of storages.

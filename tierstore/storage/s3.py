@@ -15,11 +15,12 @@ from tierstore.errors import (
     NotFoundError,
     StorageError,
     TemporaryError,
+    TierStoreError,
     UsageError,
 )
 from tierstore.names import TMP, check_relative
 from tierstore.storage.bandwidth import Bandwidth
-from tierstore.storage.contract import Capabilities, FileInfo, Listing, Source
+from tierstore.storage.contract import Capabilities, FileInfo, Growing, Listing, Source
 from tierstore.storage.s3_checksums import Checksums, told_of
 from tierstore.storage.s3_client import Clients, Patience, S3Requests
 from tierstore.storage.s3_create import Creation
@@ -28,7 +29,7 @@ from tierstore.storage.s3_download import Download
 from tierstore.storage.s3_errors import Place, no_bucket
 from tierstore.storage.s3_options import parse_s3_options, split_s3_uri
 from tierstore.storage.s3_resume import go_on, stale_uploads
-from tierstore.storage.s3_upload import MIB, Uploaded, matches, part_nbytes_for, put_object, put_parts
+from tierstore.storage.s3_upload import MIB, Begun, Uploaded, matches, part_nbytes_for, put_object, put_parts
 
 __all__ = ["S3Storage"]
 
@@ -166,6 +167,8 @@ class S3Storage:
 
     async def _write(self, path: str, source: Source, in_parts: Callable[..., Awaitable[Uploaded]]) -> FileInfo:
         key = self._key(path)
+        if isinstance(source, Growing):
+            return await self._write_growing(path, source, in_parts)
         if source.nbytes > self._part_nbytes:
             part_nbytes = part_nbytes_for(source.nbytes, self._part_nbytes)
             at_once = self._concurrency + 2  # the storage's slots decide; two more read ahead
@@ -180,6 +183,26 @@ class S3Storage:
             uploaded = await put_object(self._requests, key, data, self._checksums, self._checksums.large)
             del data
         return await self._written(path, source.nbytes, uploaded)
+
+    async def _write_growing(self, path: str, source: Growing, in_parts: Callable[..., Awaitable[Uploaded]]) -> FileInfo:
+        """Parts have the size that suits the longest that it may become; what ends within the first one goes by one PUT."""
+        key, part_nbytes = self._key(path), part_nbytes_for(source.nbytes, self._part_nbytes)
+        first: memoryview | TierStoreError
+        async with self._requests.client().pulls:
+            try:
+                first = await source.read(0, part_nbytes)
+            except TierStoreError as error:
+                if in_parts is put_parts:
+                    raise
+                first = error  # what an earlier call left on the server is ended or left as always
+            if isinstance(first, memoryview) and source.length == first.nbytes:
+                uploaded = await put_object(self._requests, key, first, self._checksums, self._checksums.large)
+                return await self._written(path, first.nbytes, uploaded)
+        begun = Begun(source, first)
+        del first
+        uploaded = await in_parts(self._requests, key, begun, part_nbytes, self._concurrency + 2, self._checksums)
+        assert source.length is not None
+        return await self._written(path, source.length, uploaded)
 
     async def put(self, path: str, data: bytes) -> FileInfo:
         algorithm = self._checksums.document if len(data) <= MIB else self._checksums.large

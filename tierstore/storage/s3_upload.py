@@ -8,12 +8,14 @@ import logging
 import secrets
 from base64 import b64encode
 from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import Any
 
 from tierstore import crashpoints
 from tierstore.errors import ConfigError, IntegrityError, NotFoundError, TierStoreError
-from tierstore.storage.contract import InMemory, Source
+from tierstore.storage.contract import Growing, InMemory, Source
 from tierstore.storage.s3_checksums import Algorithm, Checksums
 from tierstore.storage.s3_client import S3Requests
 from tierstore.storage.tasks import end_all, to_the_end
@@ -21,6 +23,7 @@ from tierstore.storage.tasks import end_all, to_the_end
 __all__ = [
     "MAX_PARTS",
     "MIB",
+    "Begun",
     "HeldPart",
     "Upload",
     "Uploaded",
@@ -97,6 +100,36 @@ async def put_parts(requests: S3Requests, key: str, source: Source, part_nbytes:
         raise
 
 
+class Begun:
+    """A source that grows, whose first bytes were taken to learn whether they are all: given once without being made again.
+
+    Args:
+        source: The source.
+        first: Its first bytes, or why they can't be had.
+    """
+
+    def __init__(self, source: Growing, first: memoryview | TierStoreError) -> None:
+        self._source = source
+        self._first: memoryview | TierStoreError | None = first
+
+    @property
+    def nbytes(self) -> int:
+        return self._source.nbytes
+
+    @property
+    def length(self) -> int | None:
+        return self._source.length
+
+    async def read(self, offset: int, nbytes: int) -> memoryview:
+        first = self._first
+        if isinstance(first, TierStoreError):
+            raise first
+        if first is not None and offset == 0 and nbytes == first.nbytes:
+            self._first = None
+            return first
+        return await self._source.read(offset, nbytes)
+
+
 class Upload:
     """One multipart upload."""
 
@@ -106,11 +139,16 @@ class Upload:
         self._source = source
         self._part_nbytes = part_nbytes
         self._checksums = checksums
-        self._count = -(-source.nbytes // part_nbytes)
+        self._grows = isinstance(source, Growing)
+        self._count = 0 if self._grows else -(-source.nbytes // part_nbytes)
+        """How many parts there are; of a source that grows, as many as are known of."""
+        self._whole = not self._grows
+        """All parts are known of."""
+        self._pulling = asyncio.Lock()
         self._nonce = secrets.token_hex(16)
         self._held: Mapping[int, HeldPart] = {}
-        self._etags = [""] * self._count
-        self._digests = [b""] * self._count
+        self._etags: dict[int, str] = {}
+        self._digests: dict[int, bytes] = {}
         self.algorithm: Algorithm | None = checksums.large if checksums.sent else None
         self.id = ""
         self.source_failure: BaseException | None = None
@@ -153,7 +191,8 @@ class Upload:
 
     async def run(self, in_flight: int) -> Uploaded:
         """Sends what the server does not hold, and completes."""
-        await _run((self._part(index) for index in range(self._count)), in_flight)
+        numbers = takewhile(lambda _: not self._whole, count()) if self._grows else iter(range(self._count))
+        await _run((self._part(index) for index in numbers), in_flight)
         crashpoints.reach("s3.before-complete")
         etag = await self._complete()
         crashpoints.reach("s3.after-complete")
@@ -166,31 +205,46 @@ class Upload:
         has to do: who asks knows that no other content of that size can be there.
         """
         head = await self._head()
-        if head is None or int(head["ContentLength"]) != self._source.nbytes:
+        if head is None:
+            return False
+        while not self._whole:
+            await self._next(self._count)
+        if int(head["ContentLength"]) != self.nbytes:
             return False
         if self.algorithm is None or not head.get(self.algorithm.argument):
             return True
         for index in range(self._count):
-            if not self._digests[index]:
+            if index not in self._digests:
                 _, self._digests[index] = await self._pull(index)
         return matches(head, self.algorithm, self.checksum)
 
     @property
+    def nbytes(self) -> int:
+        """The length of the whole, in bytes, once all parts are known of."""
+        length = self._length
+        assert length is not None
+        return length
+
+    @property
+    def _length(self) -> int | None:
+        return self._source.length if isinstance(self._source, Growing) else self._source.nbytes
+
+    @property
     def checksum(self) -> str:
         """Of the whole, once all parts are known, as S3 writes it; empty where there is none."""
-        return "" if self.algorithm is None else self.algorithm.composite(self._digests)
+        return "" if self.algorithm is None else self.algorithm.composite([self._digests[index] for index in range(self._count)])
 
     async def _pull(self, index: int) -> tuple[memoryview, bytes]:
         """The bytes of a part, and their checksum."""
         start = index * self._part_nbytes
-        nbytes = min(self._part_nbytes, self._source.nbytes - start)
+        nbytes = self._part_nbytes if self._grows else min(self._part_nbytes, self._source.nbytes - start)
         try:
             if isinstance(self._source, InMemory):
                 data, digest = await asyncio.to_thread(self._view, self._source, start, nbytes)
             else:
                 data = await self._source.read(start, nbytes)
                 digest = await digest_of_body(self.algorithm, data)
-            if data.nbytes != nbytes:
+            if data.nbytes != nbytes and not (self._grows and data.nbytes < nbytes and start + data.nbytes == self._length):
                 raise IntegrityError(
                     f"{self._what}: its source gave {data.nbytes} bytes of {nbytes} at {start}", hint="the source was cut short"
                 )
@@ -204,23 +258,47 @@ class Upload:
         data = source.view(start, nbytes)
         return data, b"" if self.algorithm is None else self.algorithm.of(data)
 
+    async def _next(self, index: int) -> tuple[memoryview, bytes]:
+        """`_pull` of a source that grows: its parts one after the other. Empty beyond its end."""
+        if self._whole:
+            return memoryview(b""), b""
+        data, digest = await self._pull(index)
+        if data.nbytes:
+            self._count, self._digests[index] = index + 1, digest
+        self._whole = index * self._part_nbytes + data.nbytes == self._length
+        return data, digest
+
     async def _part(self, index: int) -> None:
-        async with self._requests.client().pulls:
-            data, digest = await self._pull(index)
-            held = self._held.get(index)
-            if held is not None and await held.is_of(data, self.algorithm, digest):
+        async with AsyncExitStack() as held:
+            data, digest = await self._take(index, held)
+            if index >= self._count:
+                return  # a source that grows has ended before it
+            part = self._held.get(index)
+            if part is not None and await part.is_of(data, self.algorithm, digest):
                 self.reused += 1
-                etag = held.etag
+                etag = part.etag
             else:
                 etag = await self._send(index, data, digest)
         self._digests[index] = digest
         self._etags[index] = etag
         crashpoints.reach("s3.after-part")
 
+    async def _take(self, index: int, held: AsyncExitStack) -> tuple[memoryview, bytes]:
+        """`_pull` within a slot, that is `held` until the part is sent."""
+        slots = self._requests.client().pulls
+        if not self._grows:
+            await held.enter_async_context(slots)
+            return await self._pull(index)
+        async with self._pulling:  # before the slot: who waits for its turn keeps no other file from sending
+            if self._whole:
+                return memoryview(b""), b""
+            await held.enter_async_context(slots)
+            return await self._next(index)
+
     async def _send(self, index: int, data: memoryview, digest: bytes) -> str:
         carried = self._checksums.of(self.algorithm, digest)
         answer = await self._requests.send(
-            f"writing part {index + 1} of {self._count} of",
+            f"writing part {index + 1}{'' if self._grows else f' of {self._count}'} of",
             self._key,
             "upload_part",
             body=data,
@@ -237,7 +315,7 @@ class Upload:
         """Completes; returns the ETag, empty where the server told none or its answer was lost."""
         listed = [
             {"PartNumber": index + 1, "ETag": etag, **self._checksums.of(self.algorithm, digest)}
-            for index, (etag, digest) in enumerate(zip(self._etags, self._digests, strict=True))
+            for index, (etag, digest) in ((index, (self._etags[index], self._digests[index])) for index in range(self._count))
         ]
 
         async def attempt() -> str:

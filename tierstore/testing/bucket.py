@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tierstore.errors import ConflictError, IntegrityError, NotFoundError
 from tierstore.names import TMP
-from tierstore.storage.contract import Capabilities, FileInfo, Listing, Source
+from tierstore.storage.contract import Capabilities, FileInfo, Growing, Listing, Source
 from tierstore.tiers.tier import Tier, Tiers
 
 __all__ = ["PAGE", "Bucket", "bucket_tiers", "requests"]
@@ -48,7 +48,17 @@ class Bucket:
         buffer[:] = self._part(path, offset, buffer.nbytes)
 
     async def write(self, path: str, source: Source) -> FileInfo:
-        return await self.put(path, bytes(await source.read(0, source.nbytes)))
+        data, part_nbytes = bytearray(), self.capabilities.part_nbytes
+        grows = isinstance(source, Growing)
+        while grows or len(data) < source.nbytes:
+            part = await source.read(len(data), part_nbytes if grows else min(part_nbytes, source.nbytes - len(data)))
+            data += part
+            if part.nbytes < part_nbytes:
+                break
+        length = source.length if isinstance(source, Growing) else source.nbytes
+        if len(data) != length:
+            raise IntegrityError(f"{path}: its source gave {len(data)} bytes of {length}", hint="")
+        return await self.put(path, bytes(data))
 
     async def put(self, path: str, data: bytes) -> FileInfo:
         await self._ask("write")

@@ -30,7 +30,7 @@ import pytest
 
 from tierstore.errors import ConflictError, FormatError, IntegrityError, NotFoundError, StorageError, UsageError
 from tierstore.storage.contract import Storage
-from tierstore.testing.sources import FailingSource, GatedSource, PatternSource, pattern
+from tierstore.testing.sources import FailingSource, GatedSource, GrowingSource, PatternSource, pattern
 
 __all__ = ["StorageConformance"]
 
@@ -318,6 +318,43 @@ class StorageConformance:
                 writing.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await writing
+            assert await storage.read("kept") == b"the old content"
+            assert [info.path for info in await storage.list()] == ["kept"]
+
+        self.use(tmp_path, body)
+        assert self.leftovers(tmp_path) == []
+
+    # Sources that grow
+
+    @pytest.mark.parametrize("nbytes", [0, 8 * MIB, 20 * MIB + 4097])
+    def test_a_source_whose_length_shows_at_its_end_is_written_exactly(self, tmp_path: Path, nbytes: int) -> None:
+        data = pattern(nbytes)
+
+        async def body(storage: Storage) -> None:
+            await storage.put("kept", b"the old content")
+            for path in ("kept", "new/file"):
+                source = GrowingSource(PatternSource(data), bound=30 * MIB)
+                info = await storage.write(path, source)
+                assert (info.path, info.nbytes) == (path, nbytes)
+                assert (await storage.stat(path)).nbytes == nbytes
+                assert source.inner.covered()
+                assert source.inner.most_in_flight <= 1
+                assert max((length for _, length in source.inner.pulls), default=0) <= storage.capabilities.part_nbytes
+            same = await storage.read("kept") == await storage.read("new/file") == data
+            assert same
+
+        self.use(tmp_path, body)
+        assert self.leftovers(tmp_path) == []
+
+    @pytest.mark.parametrize(("at", "short"), [(0, False), (20 * MIB - 1, False), (20 * MIB - 1, True)])
+    def test_a_failing_source_that_grows_publishes_nothing(self, tmp_path: Path, at: int, short: bool) -> None:
+        data = pattern(20 * MIB)
+
+        async def body(storage: Storage) -> None:
+            await storage.put("kept", b"the old content")
+            for path in ("kept", "new/file"):
+                with pytest.raises(IntegrityError):
+                    await storage.write(path, GrowingSource(FailingSource(data, at=at, short=short)))
             assert await storage.read("kept") == b"the old content"
             assert [info.path for info in await storage.list()] == ["kept"]
 

@@ -6,7 +6,7 @@ import asyncio
 
 from tierstore.errors import IntegrityError
 
-__all__ = ["FailingSource", "GatedSource", "PatternSource", "pattern"]
+__all__ = ["FailingSource", "GatedSource", "GrowingSource", "PatternSource", "pattern"]
 
 _PERIOD = 251 * 255  # coprime to every power of two: a shifted or repeated part never looks right
 
@@ -69,6 +69,30 @@ class FailingSource(PatternSource):
         if self._short:
             return view[:-1]
         raise IntegrityError(f"the source is damaged at byte {self._at}", offset=self._at)
+
+
+class GrowingSource:
+    """A `storage.contract.Growing` over `inner`, whose length nobody knows before its end was pulled.
+
+    Args:
+        inner: The bytes.
+        bound: What it says it is at most, in bytes; None: ten more than it is.
+    """
+
+    def __init__(self, inner: PatternSource, *, bound: int | None = None) -> None:
+        self.inner = inner
+        self.nbytes = inner.nbytes + 10 if bound is None else bound
+        self.length: int | None = None
+
+    async def read(self, offset: int, nbytes: int) -> memoryview:
+        there = max(0, min(nbytes, self.inner.nbytes - offset))
+        if not there:
+            self.length = self.inner.nbytes
+            return memoryview(b"")
+        view = await self.inner.read(offset, there)
+        if offset + there == self.inner.nbytes and there < nbytes:
+            self.length = self.inner.nbytes
+        return view
 
 
 class GatedSource(PatternSource):
