@@ -27,6 +27,8 @@ KINDS = FIRST_KINDS | {
     "metrics",
     "pinned",
     "quarantined",
+    "reduced",
+    "referenced",
     "released",
     "replicated",
     "revived",

@@ -15,9 +15,10 @@ from typing import Literal
 
 from tierstore.errors import IntegrityError, NotFoundError, TierStoreError, UsageError
 from tierstore.names import Attempt, Reference
-from tierstore.tiers.checkpoint import CheckpointInfo, IncompleteAttempt, ReplicaState
+from tierstore.tiers.checkpoint import CheckpointInfo, IncompleteAttempt, Reduced, ReplicaState
 from tierstore.tiers.listing import runs
 from tierstore.tiers.record_cache import RecordCache
+from tierstore.tiers.referrers import Known, fold_references
 from tierstore.tiers.scanning import scan_attempts
 from tierstore.tiers.tier import Tiers
 
@@ -31,7 +32,7 @@ class Catalog:
     """One run, as the tiers that were reached tell it.
 
     `checkpoints` are committed and not swept, oldest step first, attempts of one step by age. `incomplete` and `condemned` are no
-    checkpoints. `remains`: those swept or condemned of which tiers still have something, and which tiers: a payload folder, or more of
+    checkpoints. `swept` are gone for everybody; of those of them that are in `reduced` shards stay somewhere, for others refer to them. `remains`: those swept or condemned of which tiers still have something, and which tiers: a payload folder, or more of
     a log than stays. `behind`: checkpoints beside whose copies, on these tiers, some records of the log do not lie yet. `known`: how many
     attempts have a first record on the authority, whatever it says; 0 where that was not reached. `unreachable` maps a tier's name to
     why it could not be asked. `foreign` lists paths that are not of our grammar: they are ignored, and never touched. `warnings` repeats
@@ -43,6 +44,7 @@ class Catalog:
     incomplete: tuple[IncompleteAttempt, ...] = ()
     condemned: tuple[IncompleteAttempt, ...] = ()
     swept: tuple[Attempt, ...] = ()
+    reduced: Mapping[Attempt, Reduced] = field(default_factory=dict)
     remains: Mapping[Attempt, tuple[str, ...]] = field(default_factory=dict)
     behind: Mapping[Attempt, tuple[str, ...]] = field(default_factory=dict)
     known: int = 0
@@ -183,6 +185,7 @@ async def scan(tiers: Tiers, run: str, cache: RecordCache | None = None) -> Cata
         incomplete=tuple(sorted(scanned.incomplete, key=lambda a: a.attempt)),
         condemned=tuple(sorted(scanned.condemned, key=lambda a: a.attempt)),
         swept=tuple(sorted(scanned.swept)),
+        reduced=scanned.reduced,
         remains=scanned.remains,
         behind=scanned.behind,
         known=scanned.known,
@@ -192,7 +195,30 @@ async def scan(tiers: Tiers, run: str, cache: RecordCache | None = None) -> Cata
         authority=tiers.authority.name,
         other_runs=tuple(others),
     )
-    return _warn_unusable(catalog, cache)
+    return _warn_unusable(_with_referrers(catalog), cache)
+
+
+def _with_referrers(catalog: Catalog) -> Catalog:
+    """The same, with what each checkpoint's shards serve."""
+    referring = {info.attempt: found for info in catalog.checkpoints if (found := fold_references(info.records))}
+    if not (referring or catalog.reduced):
+        return catalog
+    known = Known(
+        gone=frozenset(catalog.swept).union(item.attempt for item in catalog.condemned),
+        remains=catalog.remains,
+        keep={attempt: reduced.keep for attempt, reduced in catalog.reduced.items()},
+    )
+    return replace(
+        catalog,
+        checkpoints=tuple(
+            replace(info, serves=known.serving(referring[info.attempt])) if info.attempt in referring else info
+            for info in catalog.checkpoints
+        ),
+        reduced={
+            attempt: replace(reduced, serves=known.serving(fold_references(reduced.records), reduced.keep))
+            for attempt, reduced in catalog.reduced.items()
+        },
+    )
 
 
 def _supersede(found: Sequence[CheckpointInfo]) -> tuple[CheckpointInfo, ...]:

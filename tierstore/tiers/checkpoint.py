@@ -12,7 +12,7 @@ from tierstore.format.record import Record
 from tierstore.names import Attempt
 from tierstore.tiers.log_facts import Expiry, Hold, quantised_in
 
-__all__ = ["CheckpointInfo", "IncompleteAttempt", "ReplicaState", "parse_file_name"]
+__all__ = ["CheckpointInfo", "IncompleteAttempt", "Reduced", "ReplicaState", "parse_file_name"]
 
 ReplicaState = Literal["complete", "receipt", "partial", "evicting", "quarantined", "quantised"]
 """What a tier holds of a checkpoint.
@@ -40,7 +40,8 @@ class CheckpointInfo:
     and a record says so; `dropped` are the tiers whose copy was, or is being, removed on purpose,
     and `quarantined` the (tier, file) that were found damaged. `expired`: the decision that it goes, while it is not swept; `revived`:
     when it was last taken back. `superseded`: a later attempt at the same step committed. `damaged`: a record of its log can't be read.
-    `authority_lost`: known from replicas' copies of the log only. `records`: its log, `lean`.
+    `authority_lost`: known from replicas' copies of the log only. `records`: its log, `lean`. `serves`: tier → the checkpoints whose
+    files there take bytes from its shards, as far as they live: these shards stay there for as long, whatever becomes of it.
     """
 
     attempt: Attempt
@@ -67,6 +68,7 @@ class CheckpointInfo:
     damaged: bool = False
     authority_lost: bool = False
     records: tuple[Record, ...] = ()
+    serves: Mapping[str, tuple[Attempt, ...]] = field(default_factory=dict)
 
     @property
     def run(self) -> str:
@@ -129,6 +131,21 @@ class IncompleteAttempt:
             return None
         seen = {rank for ranks in (*self.parts.values(), *self.receipts.values()) for rank in ranks}
         return tuple(rank for rank in range(self.world_size) if rank not in seen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduced:
+    """A checkpoint that was deleted, but for shards that others refer to.
+
+    `keep`: the tiers on which they stay. `serves`: tier → the checkpoints that live and refer to them. `records`: its log, `lean`.
+    `authority_lost`: known from copies of the log only.
+    """
+
+    attempt: Attempt
+    keep: frozenset[str]
+    serves: Mapping[str, tuple[Attempt, ...]] = field(default_factory=dict)
+    records: tuple[Record, ...] = ()
+    authority_lost: bool = False
 
 
 def parse_file_name(name: str) -> tuple[str, int, int | None] | None:

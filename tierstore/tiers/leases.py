@@ -24,7 +24,7 @@ from tierstore.names import Attempt
 from tierstore.storage.contract import Storage
 from tierstore.storage.tasks import all_or_none
 from tierstore.tiers.lease_watch import LEASE_DOCUMENT, LeaseSeen, LeaseWatch, lease_path, lease_root
-from tierstore.tiers.log import actor_name, new_nonce, read_log, record_seq
+from tierstore.tiers.log import actor_name, gone_in, new_nonce, read_log, record_seq
 from tierstore.tiers.tier import Tiers, recheck
 from tierstore.tiers.together import happens, only_ours_to_cancel
 
@@ -284,9 +284,9 @@ class Lease:
         if self._known is not None and not await self._has_grown(self._known):
             return
         records = await read_log(self._storage, self.attempt)
-        swept = next((r for r in records if r.kind == "swept"), None)
-        if swept is not None:
-            self.gone = _deleted(self.attempt, swept)
+        gone = gone_in(records)
+        if gone is not None:
+            self.gone = _deleted(self.attempt, gone)
         elif records:
             self._known = records[-1].seq
 
@@ -316,9 +316,9 @@ class Lease:
             log.debug("checkpoint=%s its lease can't be removed: %s", self.attempt.folder, error.message)
 
 
-def _deleted(attempt: Attempt, swept: Record) -> NotFoundError:
+def _deleted(attempt: Attempt, gone: Record) -> NotFoundError:
     return NotFoundError(
-        f"step {attempt.step} of run {attempt.run!r} was deleted by {swept.actor} at {when_text(swept.at)}, by the retention policy",
+        f"step {attempt.step} of run {attempt.run!r} was deleted by {gone.actor} at {when_text(gone.at)}, by the retention policy",
         hint="load another step: `tierstore ls` shows what there is",
         run=attempt.run,
         step=attempt.step,

@@ -239,8 +239,9 @@ async def append(
 ) -> Record:
     """Appends a decision by winning the next number; after a lost race it reads again and decides again.
 
-    Nothing follows `swept`, and `reduced` only what is about the shards that stay. As the records before it are trimmed, a number that was free for somebody who has slept since then can be
-    won once more: so the log is listed again after the win, and a record beside `swept` counts for nothing.
+    Nothing follows `swept`, and `reduced` only what is about the shards that stay. As the records before `swept` are trimmed, a number
+    that was free for somebody who has slept since then can be won once more: so the log is listed again after the win, and a record
+    beside `swept` counts for nothing.
 
     Args:
         storage: The authority's storage.

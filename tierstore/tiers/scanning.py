@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from tierstore.errors import IntegrityError, NotFoundError, StorageError, TierStoreError
 from tierstore.format.record import Record
 from tierstore.names import Attempt
-from tierstore.tiers.checkpoint import CheckpointInfo, IncompleteAttempt, ReplicaState, parse_file_name
+from tierstore.tiers.checkpoint import CheckpointInfo, IncompleteAttempt, Reduced, ReplicaState, parse_file_name
 from tierstore.tiers.listing import Names, TierListing, list_tier, read_records
 from tierstore.tiers.log_facts import LogFacts, fold
 from tierstore.tiers.record_cache import RecordCache
@@ -31,6 +31,7 @@ class Scanned:
     incomplete: list[IncompleteAttempt] = field(default_factory=list)
     condemned: list[IncompleteAttempt] = field(default_factory=list)
     swept: list[Attempt] = field(default_factory=list)
+    reduced: dict[Attempt, Reduced] = field(default_factory=dict)
     remains: dict[Attempt, tuple[str, ...]] = field(default_factory=dict)
     behind: dict[Attempt, tuple[str, ...]] = field(default_factory=dict)
     known: int = 0
@@ -155,6 +156,8 @@ def _decide(attempt: Attempt, authority: TierListing | None, views: Sequence[Tie
         )
         _note_remains(attempt, authority, views, scanned)
         return True
+    if facts.reduced is not None:
+        scanned.reduced[attempt] = Reduced(attempt=attempt, keep=facts.reduced, records=tuple(records), authority_lost=lost)
     if facts.swept:
         return _file_swept(attempt, authority, views, scanned)
     if lost:
@@ -180,8 +183,13 @@ def _file_swept(attempt: Attempt, authority: TierListing | None, views: Sequence
 def _note_remains(attempt: Attempt, authority: TierListing | None, views: Sequence[TierListing], scanned: Scanned) -> None:
     """Notes which tiers still have something of an attempt that is gone: payload, log copies, or records that are to be trimmed."""
     left = []
+    reduced = scanned.reduced.get(attempt)
     for view in views:
         numbers = view.records.get(attempt, {}).keys()
+        if reduced is not None and (view.tier.name in reduced.keep or view is authority):
+            if attempt in view.folders and view.tier.name not in reduced.keep:
+                left.append(view.tier.name)
+            continue  # its shards stay there, or its log does, which goes on
         kept = {0, max(numbers)} if view is authority and view.swept(attempt) else {0} if view is authority else set()
         beside = attempt in view.receipts or attempt in view.evicted or attempt in view.quantised
         if attempt in view.folders or beside or numbers - kept:
