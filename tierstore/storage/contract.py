@@ -26,6 +26,7 @@ __all__ = [
     "Capabilities",
     "FileInfo",
     "Growing",
+    "InBlocks",
     "InMemory",
     "Listing",
     "PacesWrites",
@@ -88,6 +89,15 @@ class WorksBeside(InMemory, Protocol):
 
     def work(self, offset: int, nbytes: int) -> None:
         """The work, without the bytes; raises as `view`."""
+
+
+@runtime_checkable
+class InBlocks(Protocol):
+    """Beyond the contract: a source that gives whole blocks only."""
+
+    @property
+    def block_nbytes(self) -> int:
+        """Pulls begin at multiples of so many bytes and are multiples of it long, but for the last one of the source."""
 
 
 @runtime_checkable
@@ -342,6 +352,7 @@ class PackedFacts:
         digest: ``sha256:`` and the SHA-256 of its footer, which proves all frames that are not exact.
         stored_nbytes: Its length, in bytes.
         lossy: Numbers of the blocks that are not exactly what they were; empty: the file is exact.
+        block_nbytes: The length of these blocks, in bytes of the raw file.
         refers_to: Paths of the other files that some of its bytes are taken from.
         quantised: Tensor (key in the shard's header) → facts of how it was quantised, JSON.
     """
@@ -351,6 +362,7 @@ class PackedFacts:
     lossy: frozenset[int]
     refers_to: tuple[str, ...]
     quantised: Mapping[str, Mapping[str, Any]]
+    block_nbytes: int = 1 << 20
 
 
 @runtime_checkable

@@ -52,7 +52,7 @@ class HashingSource:
 
     def __init__(self, source: Source, block_nbytes: int = BLOCK_NBYTES) -> None:
         self._source = source
-        self._block_nbytes = block_nbytes
+        self.block_nbytes = block_nbytes
         self._digests: list[bytes | None] = [None] * block_count(source.nbytes, block_nbytes)
         self._hashing: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(_HASHES_AHEAD)
@@ -139,17 +139,17 @@ class HashingSource:
 
     def _check(self, offset: int, nbytes: int) -> None:
         end = offset + nbytes
-        if offset % self._block_nbytes or (end % self._block_nbytes and end != self.nbytes) or not 0 <= offset <= end <= self.nbytes:
+        if offset % self.block_nbytes or (end % self.block_nbytes and end != self.nbytes) or not 0 <= offset <= end <= self.nbytes:
             raise UsageError(
-                f"bytes {offset} to {end} of {self.nbytes} are not whole blocks of {self._block_nbytes} bytes",
+                f"bytes {offset} to {end} of {self.nbytes} are not whole blocks of {self.block_nbytes} bytes",
                 hint="the storage's capabilities.part_nbytes must be a multiple of the block size",
             )
         if self._error is not None:
             raise self._error
 
     def _hash(self, offset: int, view: memoryview) -> None:
-        digests = block_digests(view, self._block_nbytes)
-        first = offset // self._block_nbytes
+        digests = block_digests(view, self.block_nbytes)
+        first = offset // self.block_nbytes
         with self._changed:
             for number in range(len(digests) // DIGEST_NBYTES):
                 digest = digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]

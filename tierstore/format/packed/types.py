@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:  # names of packed files are asked about by commands that move no bytes
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = [
     "Footer",
