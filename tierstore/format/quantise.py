@@ -120,7 +120,7 @@ class Scheme:
 
 SCHEMES: Mapping[str, Scheme] = MappingProxyType(
     {
-        "q8": Scheme(bits=8, group=128, first_step=455, second_unit=4, second_most=161),
+        "q8": Scheme(bits=8, group=128, first_step=390, second_unit=4, second_most=161),
         "q4": Scheme(bits=4, group=32, first_step=3413, second_unit=64, second_most=110),
     }
 )

@@ -123,8 +123,8 @@ def test_second_moments_are_never_smaller_and_within_the_promised_error_and_stay
 def test_the_promised_errors_are_those_of_the_guide(scheme: Name) -> None:
     facts = SCHEMES[scheme]
     if scheme == "q8":
-        assert facts.first_error < 0.04
-        assert facts.first_floor < 2**-13.9
+        assert facts.first_error < 0.035
+        assert facts.first_floor < 2**-11.9
         assert facts.second_error < 0.057
         assert facts.second_floor < 2**-39
     assert facts.second_error_of(0) < 0.002 if scheme == "q8" else facts.second_error_of(0) < 0.02
