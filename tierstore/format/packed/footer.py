@@ -1,0 +1,226 @@
+"""The end of a packed file: the table of its blocks and runs, a JSON footer, and a trailer of fixed length.
+
+The format is described in `docs/design/format.md`, "Packed files".
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import FormatError, UsageError
+from tierstore.format.digest import DIGEST_NBYTES, Buffer, block_count, digest_of
+from tierstore.format.document import decode_document, encode_document
+from tierstore.format.packed.types import Footer, Run, RunKind
+from tierstore.names import check_relative
+
+__all__ = [
+    "MAX_BLOCK_NBYTES",
+    "MAX_FOOTER_NBYTES",
+    "MAX_RUNS",
+    "TRAILER_NBYTES",
+    "decode_footer",
+    "encode_footer",
+    "footer_digest",
+    "footer_nbytes",
+]
+
+MAX_FOOTER_NBYTES = 256 << 20
+"""No footer is longer; 12 bytes a block and 25 a run leave room for files of many terabytes."""
+
+MAX_BLOCK_NBYTES = 1 << 30
+
+MAX_RUNS = 1 << 20
+"""Of one file: neighbours are one run, so that some thousands are much."""
+
+_KIND = "tierstore.packed"
+_MAGIC = b"TS-PACKD"
+_TRAILER = struct.Struct("<QII8s")  # bytes of the table, bytes of the JSON, CRC-32 of both, magic
+TRAILER_NBYTES = _TRAILER.size
+_RUN_KINDS: Final[tuple[RunKind, ...]] = ("copy", "bfloat16", "float16")
+_FRAME_MOST = (1 << 32) - 1
+_MAX_NBYTES = 1 << 60
+_HINT = "the packed file is damaged, truncated or foreign: run `tierstore verify`"
+
+_BLOCKS, _RUNS, _LOSSY = "blocks", "runs", "lossy"
+_COLUMNS: Final = (  # in this order: name, type, numbers a row, what its rows are
+    ("frame_nbytes", "<u4", 1, _BLOCKS),
+    ("run_begins", "<i8", 1, _RUNS),
+    ("run_ends", "<i8", 1, _RUNS),
+    ("run_sources", "<i8", 1, _RUNS),
+    ("run_files", "<u4", 1, _RUNS),
+    ("run_kinds", "u1", 1, _RUNS),
+    ("lossy_blocks", "<u4", 1, _LOSSY),
+    ("lossy_digests", "u1", DIGEST_NBYTES, _LOSSY),
+)
+
+Columns = Mapping[str, npt.NDArray[Any]]
+
+
+def encode_footer(footer: Footer) -> bytes:
+    """Writes what follows the frames: table, JSON and trailer.
+
+    Raises:
+        UsageError: The footer contradicts itself.
+    """
+    sizes = np.diff(np.asarray(footer.frame_ends, np.int64), prepend=np.int64(0))
+    lossy = sorted(footer.lossy.items())
+    if ((sizes < 0) | (sizes > _FRAME_MOST)).any() or any(len(digest) != DIGEST_NBYTES for _, digest in lossy):
+        raise UsageError("the footer of a packed file contradicts itself: a frame's end or digest is none")
+    values: dict[str, Any] = {
+        "frame_nbytes": sizes,
+        "run_begins": [run.begin for run in footer.runs],
+        "run_ends": [run.end for run in footer.runs],
+        "run_sources": [run.source for run in footer.runs],
+        "run_files": [run.file for run in footer.runs],
+        "run_kinds": [_RUN_KINDS.index(run.kind) for run in footer.runs],
+        "lossy_blocks": [block for block, _ in lossy],
+        "lossy_digests": np.frombuffer(b"".join(digest for _, digest in lossy), np.uint8),
+    }
+    columns = {name: np.asarray(values[name]).astype(kind) for name, kind, _, _ in _COLUMNS}
+    try:
+        _check(footer.nbytes, footer.block_nbytes, footer.files, columns)
+    except FormatError as error:
+        raise UsageError(f"the footer of a packed file contradicts itself: {error.message}") from error
+    body: dict[str, Any] = {
+        "nbytes": footer.nbytes,
+        "block_nbytes": footer.block_nbytes,
+        _BLOCKS: len(sizes),
+        _RUNS: len(footer.runs),
+        _LOSSY: len(lossy),
+        "files": list(footer.files),
+        "quantised": footer.quantised,
+    }
+    table = b"".join(columns[name].tobytes() for name, *_ in _COLUMNS)
+    document = encode_document(_KIND, body)
+    return table + document + _TRAILER.pack(len(table), len(document), zlib.crc32(document, zlib.crc32(table)), _MAGIC)
+
+
+def footer_digest(data: Buffer) -> str:
+    """The digest of a whole footer, as `encode_footer` returned it."""
+    return digest_of(data)
+
+
+def footer_nbytes(tail: Buffer, stored_nbytes: int) -> int:
+    """How many bytes of a packed file's end its footer takes.
+
+    Args:
+        tail: The end of the file, at least its last `TRAILER_NBYTES` bytes.
+        stored_nbytes: Of the whole packed file.
+
+    Raises:
+        FormatError: It is the end of no packed file.
+    """
+    view = memoryview(tail).cast("B")
+    if view.nbytes < TRAILER_NBYTES or stored_nbytes < TRAILER_NBYTES:
+        raise FormatError(f"a packed file has at least {TRAILER_NBYTES} bytes; this one has {min(view.nbytes, stored_nbytes)}", hint=_HINT)
+    table, document, _, magic = _TRAILER.unpack(view[-TRAILER_NBYTES:])
+    if magic != _MAGIC:
+        raise FormatError("the file does not end as packed files do", hint=_HINT)
+    nbytes: int = table + document + TRAILER_NBYTES
+    if nbytes > min(stored_nbytes, MAX_FOOTER_NBYTES):
+        raise FormatError(f"the footer claims {nbytes:,} bytes; the file has {stored_nbytes:,}", hint=_HINT)
+    return nbytes
+
+
+def decode_footer(data: Buffer, stored_nbytes: int) -> Footer:
+    """Reads a footer and checks all that it claims.
+
+    Args:
+        data: The end of the file, at least as much as `footer_nbytes` says.
+        stored_nbytes: Of the whole packed file.
+
+    Raises:
+        FormatError: It is damaged, or makes no sense.
+        VersionError: Written by a newer major version.
+    """
+    nbytes = footer_nbytes(data, stored_nbytes)
+    view = memoryview(data).cast("B")
+    if view.nbytes < nbytes:
+        raise FormatError(f"the footer has {nbytes:,} bytes, but only {view.nbytes:,} were given", hint=_HINT)
+    view = view[view.nbytes - nbytes :]
+    table_nbytes, document_nbytes, crc, _ = _TRAILER.unpack(view[-TRAILER_NBYTES:])
+    if zlib.crc32(view[: table_nbytes + document_nbytes]) != crc:
+        raise FormatError("the footer is not what its checksum says", hint=_HINT)
+    body = decode_document(bytes(view[table_nbytes : table_nbytes + document_nbytes]), _KIND, max_nbytes=MAX_FOOTER_NBYTES)
+    counts = {name: _integer(body, name, table_nbytes) for name in (_BLOCKS, _RUNS, _LOSSY)}
+    columns = _columns(view[:table_nbytes], counts)
+    whole, block_nbytes = _integer(body, "nbytes", _MAX_NBYTES), _integer(body, "block_nbytes", MAX_BLOCK_NBYTES)
+    files, quantised = body.get("files"), body.get("quantised")
+    if not isinstance(files, list) or not isinstance(quantised, dict) or not all(isinstance(facts, dict) for facts in quantised.values()):
+        raise FormatError("the footer's `files` or `quantised` are missing", hint=_HINT)
+    _check(whole, block_nbytes, tuple(files), columns)
+    ends = np.cumsum(columns["frame_nbytes"], dtype=np.int64)
+    if (int(ends[-1]) if len(ends) else 0) != stored_nbytes - nbytes:
+        raise FormatError("the frames don't end where the footer begins", hint=_HINT)
+    digests = columns["lossy_digests"].tobytes()
+    lossy = {block: digests[n * DIGEST_NBYTES : (n + 1) * DIGEST_NBYTES] for n, block in enumerate(columns["lossy_blocks"].tolist())}
+    rows = zip(*(columns[f"run_{name}"].tolist() for name in ("begins", "ends", "sources", "files", "kinds")), strict=True)
+    runs = tuple(Run(begin=b, end=e, kind=_RUN_KINDS[kind], file=file, source=source) for b, e, source, file, kind in rows)
+    return Footer(nbytes=whole, block_nbytes=block_nbytes, frame_ends=ends, files=tuple(files), runs=runs, lossy=lossy, quantised=quantised)
+
+
+def _integer(body: Mapping[str, Any], name: str, most: int) -> int:
+    value = body.get(name)
+    if type(value) is not int or not 0 <= value <= most:
+        raise FormatError(f"the footer's `{name}` is {str(value)[:40]}", hint=_HINT)
+    return value
+
+
+def _columns(table: memoryview, counts: Mapping[str, int]) -> Columns:
+    """The table's columns; views of it."""
+    columns, at = {}, 0
+    for name, kind, numbers, rows in _COLUMNS:
+        end = at + counts[rows] * numbers * np.dtype(kind).itemsize
+        if end > table.nbytes:
+            break
+        columns[name] = np.frombuffer(table[at:end], kind)
+        at = end
+    if len(columns) < len(_COLUMNS) or at != table.nbytes:
+        raise FormatError(f"the footer's table of {table.nbytes:,} bytes can't have {dict(counts)}", hint=_HINT)
+    return columns
+
+
+def _check(nbytes: int, block_nbytes: int, files: tuple[object, ...], columns: Columns) -> None:
+    """Refuses what no packed file can say.
+
+    Raises:
+        FormatError: It says it.
+    """
+    blocks = len(columns["frame_nbytes"])
+    if block_nbytes < 1 or not 0 <= nbytes <= _MAX_NBYTES or blocks != block_count(nbytes, block_nbytes):
+        raise FormatError(f"{blocks:,} frames can't be a file of {nbytes:,} bytes in blocks of {block_nbytes:,}", hint=_HINT)
+    lossy = columns["lossy_blocks"].astype(np.int64)
+    if (lossy >= blocks).any() or (np.diff(lossy) <= 0).any():
+        raise FormatError("the footer names lossy blocks that are none, or not in order", hint=_HINT)
+    if not files or files[0] != "" or len(set(map(str, files))) != len(files):
+        raise FormatError("the footer's `files` don't begin with the file itself, or name one twice", hint=_HINT)
+    for path in files[1:]:
+        check_relative(path)  # type: ignore[arg-type]  # refuses what is no text
+    if (problem := _problem_of_runs(nbytes, len(files), columns)) is not None:
+        raise FormatError(f"the footer has a run that {problem}", hint=_HINT)
+
+
+def _problem_of_runs(nbytes: int, files: int, columns: Columns) -> str | None:
+    begins, ends, sources = (columns[f"run_{name}"].astype(np.int64) for name in ("begins", "ends", "sources"))
+    kinds, own = columns["run_kinds"], columns["run_files"] == 0
+    if len(begins) > MAX_RUNS:
+        return f"is one of more than {MAX_RUNS:,}"
+    if (begins < 0).any() or (ends > nbytes).any() or (begins >= ends).any() or (begins[1:] < ends[:-1]).any():
+        return "lies outside the file, is empty, or overlaps the next one"
+    if (kinds >= len(_RUN_KINDS)).any() or (columns["run_files"] >= files).any():
+        return "is of an unknown kind, or of a file that is not named"
+    rounded = kinds > 0
+    lengths = (ends - begins) << rounded
+    if (rounded & ((lengths & 3) != 0)).any():
+        return "is made of numbers, but ends within one"
+    if (sources < 0).any() or (sources > np.where(own, nbytes, _MAX_NBYTES) - lengths).any():
+        return "is made of what can't be there"
+    if (own & (sources < ends) & (begins < sources + lengths)).any():
+        return "is made of itself"
+    return None
