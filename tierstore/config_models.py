@@ -17,7 +17,7 @@ from tierstore.config_mistakes import Mistake, MistakesError, redact
 from tierstore.config_packing import CodecConfig, QuantiseConfig, codec_from, quantise_from
 from tierstore.config_retention import Override, RetentionConfig
 from tierstore.config_uris import default_durable, is_local, normal_uri, overlaps
-from tierstore.config_values import Count, Duration, Model, Rate, Size, Text, Whole
+from tierstore.config_values import Count, Duration, Model, Rate, Size, Text, Texts, Whole
 from tierstore.errors import UsageError
 from tierstore.names import check_run
 
@@ -136,6 +136,8 @@ class SaveConfig(Model):
     """How long ranks that save together wait for each other before the call fails on all of them."""
     patience_s: Duration = Field(60.0, alias="patience")
     """How long a tier may keep failing before a close or a sync without a deadline gives up waiting for it."""
+    omit: Annotated[Texts, Field(max_length=100, examples=['["optim.*.master"]'])] | None = None
+    """Patterns of names of tensors that are left out of checkpoints on purpose; None: none is."""
 
 
 class LoadConfig(Model):
@@ -143,6 +145,11 @@ class LoadConfig(Model):
 
     hydrate: Text = Field("off", examples=["off"])
     """``off``, or the name of a tier of this node: shard files that a load wants at least half of are copied there first, once a node."""
+
+    fill: Annotated[tuple[dict[str, Any], ...], Field(min_length=1, max_length=100)] | None = Field(
+        None, examples=[r"[{match: 'model\.(.*)', to: 'optim.master.\1'}]"]
+    )
+    """Rules by which a wanted tensor that a checkpoint lacks is filled from others that it has; None: an error, as any difference is."""
 
     @field_validator("hydrate", mode="before")
     @classmethod

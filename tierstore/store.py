@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -27,7 +28,8 @@ from tierstore.state.codecs import default_codecs
 from tierstore.state.copy_threads import CopyThreads
 from tierstore.state.device_copy import DeviceCopies
 from tierstore.state.export.exporting import Exported, ExportOptions
-from tierstore.state.facts import facts_of
+from tierstore.state.facts import checked_omit, facts_of, omitted_fact
+from tierstore.state.filling import fill_rules
 from tierstore.state.foreign.opening import Format, look_at
 from tierstore.state.image import ImagePool
 from tierstore.state.jointly import jointly
@@ -121,6 +123,7 @@ class Store:
         self.config = config
         self.run = check_run(config.run)
         self.rank, self.world_size = rank, world_size
+        self._fill = fill_rules(config.load.fill)
         self._clock = clock or SystemClock()
         self._given_codecs = codecs
         self._codecs = codecs or default_codecs()
@@ -170,6 +173,7 @@ class Store:
         tags: Sequence[str] | None = None,
         final: bool = False,
         if_exists: Literal["supersede", "refuse"] = "supersede",
+        omit: Sequence[str] | None = None,
     ) -> Ticket:
         """Copies `state` into host memory and returns; the rest happens in the background.
 
@@ -180,6 +184,8 @@ class Store:
             tags: Labels that retention and references know.
             final: Marks the run's last checkpoint.
             if_exists: What to do where this step is committed already: a new attempt that supersedes it once it commits, or refuse.
+            omit: Globs of dotted names of tensors that are left out on purpose: an fp32 master that a load can make of the weights
+                (``LoadOptions(fill=…)``), say. The checkpoint knows that they were there. None: as configured (``save: {omit: …}``).
 
         Returns:
             A ticket that reports each tier: ``ticket.wait("durable")``, ``ticket.on("object", callback)``.
@@ -195,10 +201,18 @@ class Store:
         """
         self._check_usable()
         with self._one_call():
-            return self._save(step, state, metrics=metrics, tags=tags, final=final, if_exists=if_exists)
+            return self._save(step, state, metrics=metrics, tags=tags, final=final, if_exists=if_exists, omit=self._omitted(omit))
 
     def _save(
-        self, step: int, state: Any, *, metrics: Mapping[str, float] | None, tags: Sequence[str] | None, final: bool, if_exists: str
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, float] | None,
+        tags: Sequence[str] | None,
+        final: bool,
+        if_exists: str,
+        omit: tuple[str, ...],
     ) -> Ticket:
         began = self._clock.monotonic()
 
@@ -226,7 +240,10 @@ class Store:
                 devices=self._devices,
                 make_room=self._worker.make_room,
                 joint=joint,
+                omit=omit,
             )
+            if omit:
+                facts = {**facts, "omitted": omitted_fact(omit, staged.omitted)}
             attempt = Attempt(run=self.run, step=step, save_id=save_id if joint is None else joint.save_id)
             if (before := self._saved.get(step)) is not None:
                 log.warning("run=%s step=%d is saved again: the new attempt supersedes %s once it commits", self.run, step, before)
@@ -278,7 +295,12 @@ class Store:
                 threads=self._threads,
                 devices=self._devices,
                 joint=joint,
+                omit=self._omitted(None),
             )
+
+    def _omitted(self, given: Sequence[str] | None) -> tuple[str, ...]:
+        """The patterns of what a save leaves out."""
+        return checked_omit((self.config.save.omit or ()) if given is None else given)
 
     def _images(self) -> int:
         """So many images take turns: one that is filled, and those that a memory tier keeps."""
@@ -792,6 +814,8 @@ class Store:
     ) -> tuple[CheckpointInfo, Any]:
         """Finds, opens and loads a checkpoint, together with the other ranks. With `go_on` training goes on from it: its lease stays."""
         ranks = self.agreement
+        if self._fill is not None and (options is None or options.fill is None):
+            options = replace(options or LoadOptions(), fill=self._fill)
         replica = jointly(ranks, f"{what}: opening it", lambda: self._open_to_load(find(), options)).result
         try:
             with self._bars(wanted=replica.hydrating is not None):

@@ -16,7 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tierstore.errors import StateMismatchError
 from tierstore.format.objects import TensorRef
+from tierstore.state.bits import torch_dtype
 from tierstore.state.lazy import Checkpoint
+from tierstore.state.stored_kinds import is_omitted
 from tierstore.units import format_some
 
 __all__ = ["by_names", "by_numbers", "names_of", "space_for"]
@@ -123,10 +125,13 @@ def space_for(optimizer: Any, names: Mapping[int, str], stored: Checkpoint, key:
 
 
 def _space(value: Any, parameter: DTensor, stored: Checkpoint) -> Any:
-    if not isinstance(value, TensorRef):
+    if is_omitted(value):  # left out of the checkpoint: filled by a rule of the load's, or missing
+        dtype, shape = torch_dtype(value.value["dtype"]), torch.Size(value.value["shape"])
+    elif isinstance(value, TensorRef):
+        dtype, shape = stored[value.name].dtype, stored[value.name].shape
+    else:
         return None
-    found = stored[value.name]
-    return torch.empty_like(parameter.detach(), dtype=found.dtype) if found.shape == parameter.shape else None
+    return torch.empty_like(parameter.detach(), dtype=dtype) if shape == parameter.shape else None
 
 
 def _is_torch_s(optimizer: Any) -> bool:

@@ -59,7 +59,13 @@ def show(cli: Cli, ref: Ref = "latest") -> int:
         _show_files(cli, manifest)
     _show_replicas(cli, info, session.config.model_dump(include={"tiers"})["tiers"], [c.tier for c in copies if c.attempt == info.attempt])
     _show_log(cli, info.records)
-    cli.terminal.emit({**checkpoint_value(info, copies), "created_at": manifest.created_at if manifest else None})
+    cli.terminal.emit(
+        {
+            **checkpoint_value(info, copies),
+            "created_at": manifest.created_at if manifest else None,
+            "omitted": manifest.facts.get("omitted") if manifest else None,
+        }
+    )
     if failure is not None:
         raise failure
     return 0
@@ -79,6 +85,9 @@ def _show_facts(cli: Cli, info: CheckpointInfo, manifest: Manifest | None) -> No
         writer = manifest.facts.get("writer", manifest.facts)
         if isinstance(writer, dict) and writer:
             facts.append(("written by", ", ".join(f"{k} {v}" for k, v in sorted(writer.items()) if isinstance(v, (str, int, float)))))
+        if isinstance(left := manifest.facts.get("omitted"), dict):
+            what = f"{left.get('tensors')} tensors, {format_size(left.get('nbytes', 0))}"
+            facts.append(("left out", f"{what}, on purpose (omit: {', '.join(map(str, left.get('patterns', ())))})"))
     facts += [(f"metric {name}", f"{value:.6g}") for name, value in sorted(info.metrics.items())]
     facts += [(kind, ", ".join(values)) for kind, values in (("tags", info.tags), ("pins", info.pins)) if values]
     facts += [(f"hold {one.name}", _until(one, now)) for one in info.holds]

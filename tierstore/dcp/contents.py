@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 from tierstore.format.index import RoutingIndex
 from tierstore.format.objects import Opaque, TensorRef
 from tierstore.state.bits import torch_dtype
-from tierstore.state.unflatten import MODULE_STATE, SPARSE, TENSOR
+from tierstore.state.stored_kinds import is_omitted
+from tierstore.state.unflatten import MODULE_STATE, OMITTED, SPARSE, TENSOR
 
 __all__ = ["Contents", "StoredObject", "contents_of", "metadata_of"]
 
@@ -109,7 +110,7 @@ def _leaves(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     elif isinstance(node, list) and _is_walked(node):
         for number, item in enumerate(node):
             yield from _leaves(item, (*path, number))
-    else:
+    elif not is_omitted(node):
         yield path or ("state",), node
 
 
@@ -117,7 +118,7 @@ def _is_walked(items: list[Any]) -> bool:
     return any(
         _tensor_name(item) is not None
         or isinstance(item, dict)
-        or (isinstance(item, Opaque) and item.tag in (MODULE_STATE, SPARSE))
+        or (isinstance(item, Opaque) and item.tag in (MODULE_STATE, OMITTED, SPARSE))
         or (isinstance(item, list) and _is_walked(item))
         for item in items
     )

@@ -151,6 +151,10 @@ class TierStorageWriter(StorageWriter, AsyncStager):
         """Names the attempt and tells it to every rank, also to those whose plan has not changed."""
         save = self._saving()
         store = self._store(save.place, 0, len(plans)).store
+        if store.config.save.omit:
+            log.warning(
+                "run=%s save.omit leaves nothing out of what torch.distributed.checkpoint saves: its planner says what that is", store.run
+            )
         attempt = store.new_attempt(save.place.step)
         return with_orders(plans, attempt, store._opened())
 

@@ -5,7 +5,8 @@ What the options mean, for every place (patterns are `fnmatch` globs over dotted
 ================  =========================================  ==================================================
  found            default                                    otherwise
 ================  =========================================  ==================================================
- missing          ``missing="error"``: in `into`, not stored   ``"keep"``, or `allow_missing`: `into` keeps its value
+ missing          ``missing="error"``: in `into`, not stored   ``"keep"``, or `allow_missing`: `into` keeps its value;
+                                                             `fill`: it is filled from another stored tensor
  unexpected       ``unexpected="error"``: stored, not in       ``"ignore"``, or `allow_unexpected`: left out
                   `into`
  other shape      ``shape="error"``                           ``"skip"``: `into` keeps its value
@@ -34,6 +35,7 @@ from tierstore.state.rank_values import RankValues
 __all__ = ["Differences", "LoadOptions", "selected", "unexpected_error"]
 
 _SHOWN = 20
+_FILL = "to fill what was left out from what is stored: LoadOptions(fill=[{'match': STORED, 'to': WANTED}])"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,10 @@ class LoadOptions:
     exchange: Literal["auto", "off"] = "auto"
     """``auto``: where several ranks load together, what more than one of them needs is read from afar once and sent to the others. ``off``:
     each reads for itself. The same on all ranks."""
+    fill: Any = None
+    """Rules by which a tensor of `into` that the checkpoint lacks is filled from others that it has, converted to its dtype: a list, a
+    YAML file's path or `Rules`; see `tierstore.state.filling`. What was filled is logged as a warning. ``()``: nothing is; None: as
+    configured (``load: {fill: …}``)."""
     hydrate: str | Literal[False] | None = None
     """Where files that are largely wanted are copied to before they are read: a tier of this node; False: nowhere. None: as configured
     (``load: {hydrate: …}``)."""
@@ -92,6 +98,8 @@ class Differences:
         self._options = options
         self._names = names
         self._found: dict[str, list[tuple[str, str]]] = {kind: [] for kind in ("missing", "unexpected", "shape", "dtype", "kind")}
+        self.omitted = False
+        """Whether something that is missing was left out of the checkpoint on purpose."""
 
     def note(self, kind: Literal["missing", "unexpected", "shape", "dtype", "kind"], place: Place, detail: str) -> None:
         """Notes one, unless it is allowed or its place does not count."""
@@ -109,11 +117,12 @@ class Differences:
         }
         return selected(name, self._names) and not allowed.get(kind, False)
 
-    def check(self, also_stored: Collection[str] = ()) -> None:
+    def check(self, also_stored: Collection[str] = (), what: str = "the checkpoint and `into` differ") -> None:
         """Raises StateMismatchError with all of them, if there are any; the names are in its context, by kind.
 
         Args:
             also_stored: Names that are stored and not asked for, where that is no error: only looked at for the nearest to a missing one.
+            what: How the message begins.
         """
         total = sum(map(len, self._found.values()))
         if not total:
@@ -126,8 +135,8 @@ class Differences:
                 lines.append(f"{kind:<10} {name}: {detail}" + (f" (nearest stored: {near[0]})" if near else ""))
         more = f"\n  ... and {total - _SHOWN:,} more" if total > _SHOWN else ""
         raise StateMismatchError(
-            f"the checkpoint and `into` differ in {_places(total)}; nothing was changed\n  " + "\n  ".join(lines[:_SHOWN]) + more,
-            hint=_hint(self._found),
+            f"{what} in {_places(total)}; nothing was changed\n  " + "\n  ".join(lines[:_SHOWN]) + more,
+            hint=(f"{_FILL}; " if self.omitted else "") + _hint(self._found),
             **{kind: tuple(name for name, _ in found) for kind, found in self._found.items()},
         )
 

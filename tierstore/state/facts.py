@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from importlib.metadata import version
 from typing import Any
 
@@ -12,7 +14,9 @@ import torch
 from tierstore.clock import Clock, utc_text
 from tierstore.errors import UsageError
 
-__all__ = ["facts_of"]
+__all__ = ["checked_omit", "facts_of", "omitted_fact"]
+
+log = logging.getLogger(__name__)
 
 
 def facts_of(metrics: Mapping[str, float] | None, tags: Sequence[str] | None, final: bool, clock: Clock) -> dict[str, Any]:
@@ -43,6 +47,25 @@ def facts_of(metrics: Mapping[str, float] | None, tags: Sequence[str] | None, fi
             "host": platform.node(),
         },
     }
+
+
+def checked_omit(patterns: Any) -> tuple[str, ...]:
+    """The globs of what a save leaves out.
+
+    Raises:
+        UsageError: They are no list of text.
+    """
+    if isinstance(patterns, str) or not all(isinstance(one, str) and one for one in patterns):
+        raise UsageError(f"omit is a list of patterns of tensors' names, not {patterns!r}", hint="pass e.g. omit=['optim.*.master']")
+    return tuple(patterns)
+
+
+def omitted_fact(patterns: Sequence[str], omitted: Mapping[str, int]) -> dict[str, Any]:
+    """What a checkpoint's manifest says of what this rank left out of it; warns of patterns that left out nothing."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in omitted):
+            log.warning("omit: no tensor matches %r: nothing is left out by it", pattern)
+    return {"patterns": list(patterns), "tensors": len(omitted), "nbytes": sum(omitted.values())}
 
 
 def _number(name: str, value: Any) -> float:

@@ -11,9 +11,12 @@ never the rest of its storage.
 
 from __future__ import annotations
 
+import fnmatch
 import functools
+import math
+import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +28,9 @@ from tierstore.format.objects import ObjectCodecs, Opaque, TensorRef
 from tierstore.state.bits import dtype_name
 from tierstore.state.collecting import collector_paused
 from tierstore.state.guard import check_storable, is_plain
-from tierstore.state.paths import Place, Shown, assign_names, show
+from tierstore.state.paths import Place, Shown, assign_names, name_of, show
 from tierstore.state.sharded import Chunk, Piece, Spread, chunk_of, is_spread
-from tierstore.state.unflatten import COMPONENTS, MODULE_STATE, SPARSE, TENSOR, rebuilt, sparse_tensor
+from tierstore.state.unflatten import COMPONENTS, MODULE_STATE, OMITTED, SPARSE, TENSOR, rebuilt, sparse_tensor
 
 __all__ = ["FlatState", "Leaf", "ViewOf", "flatten"]
 
@@ -64,6 +67,8 @@ class FlatState:
     views: tuple[ViewOf, ...]
     ranks: int
     """The largest number of processes that one of the tensors is spread over."""
+    omitted: Mapping[str, int] = field(default_factory=dict)
+    """The names of tensors that were left out, and how many bytes each has as a whole."""
     _tree: Any = field(repr=False)
 
     def tree(self, names: Mapping[str, str] | None = None) -> Any:
@@ -104,23 +109,26 @@ class _Slot:
         self.view: ViewOf | None = None
 
 
-def flatten(state: Any, codecs: ObjectCodecs | None = None) -> FlatState:
+def flatten(state: Any, codecs: ObjectCodecs | None = None, omit: Sequence[str] = ()) -> FlatState:
     """Takes the tensors out of `state`, which is not changed; no tensor is copied but those with a lazy conjugate or negative bit.
 
     Args:
         state: Any nesting of dicts, lists and tuples of tensors and objects.
         codecs: Codecs for other types; what they encode may hold tensors.
+        omit: Globs of dotted names of tensors to leave out; the tree says of each that it was there.
 
     Raises:
         UnsupportedTypeError: Something can't be stored; names its place and what to do.
     """
     with collector_paused():
-        return _flattened(state, codecs or ObjectCodecs())
+        return _flattened(state, codecs or ObjectCodecs(), omit)
 
 
-def _flattened(state: Any, codecs: ObjectCodecs) -> FlatState:
+def _flattened(state: Any, codecs: ObjectCodecs, omit: Sequence[str]) -> FlatState:
     slots: list[_Slot] = []
-    tree = _Walk(codecs, slots, frozenset(kind for kind in _TENSORS if codecs.find(kind) is None)).walk(state, ())
+    omitted: dict[str, int] = {}
+    tensors = frozenset(kind for kind in _TENSORS if codecs.find(kind) is None)
+    tree = _Walk(codecs, slots, tensors, _pattern(omit), omitted).walk(state, ())
     for slot, name in zip(slots, assign_names([s.place for s in slots]), strict=True):
         slot.name = name
     _share(slots)
@@ -133,8 +141,13 @@ def _flattened(state: Any, codecs: ObjectCodecs) -> FlatState:
         aliases={s.name: s.same_as.name for s in slots if s.same_as is not None},
         views=tuple(s.view for s in slots if s.view is not None),
         ranks=max((len(s.spread.ranks) for s in slots if s.spread is not None), default=1) or 1,
+        omitted=omitted,
         _tree=tree,
     )
+
+
+def _pattern(globs: Sequence[str]) -> re.Pattern[str] | None:
+    return re.compile("|".join(fnmatch.translate(glob) for glob in globs)) if globs else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +156,8 @@ class _Walk:
     slots: list[_Slot]
     tensors: frozenset[type]
     """Kinds of tensors that no codec takes: they hold nothing that they could lie in."""
+    omit: re.Pattern[str] | None
+    omitted: dict[str, int]
     meshes: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def walk(self, value: Any, place: Place, above: tuple[int, ...] = ()) -> Any:
@@ -150,7 +165,8 @@ class _Walk:
         if kind in _SCALARS:
             return value
         if kind in self.tensors and len(above) < MAX_DEPTH:
-            if is_plain(value) and not hasattr(value, "global_offsets"):
+            stays = self.omit is None or not self.omit.match(name_of(place))
+            if stays and is_plain(value) and not hasattr(value, "global_offsets"):
                 return self.plain(value, place, kind is torch.nn.Parameter)
             return self.tensor(value, place)
         if id(value) in above:
@@ -190,6 +206,8 @@ class _Walk:
 
     def tensor(self, value: torch.Tensor, place: Place) -> Any:
         extra: Mapping[str, Any] = _EXTRA[value.requires_grad, isinstance(value, torch.nn.Parameter)]
+        if self.omit is not None and self.omit.match(name := name_of(place)):
+            return self.left_out(name, value, show(place), extra)
         if is_spread(value):
             chunk = chunk_of(value, show(place), self.meshes)
             for part in (chunk.tensor, *(p.tensor for p in chunk.pieces)):
@@ -201,6 +219,12 @@ class _Walk:
         if value.layout is torch.strided:
             return self.alone(place, value, extra)
         return self.sparse(value.detach(), place, extra)
+
+    def left_out(self, name: str, value: torch.Tensor, shown: str, extra: Mapping[str, Any]) -> Opaque:
+        """What stands for a tensor that is not stored: enough to make one like it."""
+        shape = chunk_of(value, shown, self.meshes).global_shape if is_spread(value) else tuple(value.shape)
+        self.omitted[name] = math.prod(shape) * value.dtype.itemsize
+        return Opaque(OMITTED, {"dtype": dtype_name(value.dtype), "shape": shape, **extra})
 
     def plain(self, value: torch.Tensor, place: Place, is_parameter: bool) -> _Slot:
         """`tensor` for what nearly all of them are, in few steps of torch's: each is half a microsecond."""

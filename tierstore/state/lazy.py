@@ -25,7 +25,7 @@ from tierstore.state.load import LoadOptions, load_fresh, load_state, read_tree
 from tierstore.state.rank_trees import RankTrees
 from tierstore.state.reading import Fill, Reader, Run, fill_all
 from tierstore.state.renamed import renamed_reader
-from tierstore.state.unflatten import COMPONENTS, MODULE_STATE, SPARSE, TENSOR, stored_tensors
+from tierstore.state.unflatten import COMPONENTS, MODULE_STATE, OMITTED, SPARSE, TENSOR, stored_tensors
 
 __all__ = ["Checkpoint", "LazyTensor"]
 
@@ -275,6 +275,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
 def _outline(node: Any, codecs: ObjectCodecs) -> Any:
     if isinstance(node, Opaque):
+        if node.tag == OMITTED:
+            return node
         if node.tag == TENSOR:
             return TensorRef(node.value["ref"].name)
         if node.tag == MODULE_STATE:

@@ -20,8 +20,9 @@ from tierstore.state.boxes import whole
 from tierstore.state.codecs import default_codecs
 from tierstore.state.differences import LoadOptions, selected, unexpected_error
 from tierstore.state.exchange.exchange import BUDGET_NBYTES, Exchange, SharedReader
+from tierstore.state.filling import put_in
 from tierstore.state.jointly import asked_by_none, jointly, time_to_read
-from tierstore.state.matching import Match, match
+from tierstore.state.matching import Match, match, match_fresh
 from tierstore.state.pages import on_huge_pages
 from tierstore.state.paths import Place, name_of
 from tierstore.state.rank_trees import RankTrees
@@ -79,7 +80,15 @@ def load_state(
         RankError, DeadlineError: Other ranks failed, or did not come.
     """
     load = _Load(
-        replica, run, into, options or LoadOptions(), rank=rank, world_size=world_size, codecs=codecs or default_codecs(), names=names
+        replica,
+        run,
+        into,
+        options or LoadOptions(),
+        rank=rank,
+        world_size=world_size,
+        codecs=codecs or default_codecs(),
+        names=names,
+        what=what,
     )
     if ranks is not None and ranks.world_size > 1 and load.options.exchange == "auto" and isinstance(replica, SharedReader):
         load.filling = functools.partial(_exchanged, ranks, f"{what}: exchanging", exchange_nbytes, replica, run)
@@ -123,11 +132,13 @@ class _Load:
         world_size: int | None,
         codecs: ObjectCodecs,
         names: Sequence[str] | None,
+        what: str,
     ) -> None:
         self.replica, self.run = replica, run
         self.into, self.options, self.names = into, options, names
         self.rank, self.world_size = rank, world_size
         self.codecs = codecs
+        self.what = what
         self.filling: Callable[[], AbstractContextManager[Filler]] = lambda: nullcontext(functools.partial(fill_all, replica, run))
         self.trees: RankTrees
         self.plan: Match
@@ -147,7 +158,8 @@ class _Load:
         self.trees = RankTrees(self.replica, self.run, rank=self.rank, world_size=self.world_size)
         tree, differing = self.trees.tree()
         if self.into is None:
-            self.plan = Match(fresh=[tree], differing=set(differing), finish=lambda build: build(tree, ()))
+            self.plan = match_fresh(tree, self.replica.index, self.options, differing)
+            self.plan.check()
             return False, self.replica.index.nbytes
         self.plan = self._match(tree, differing)
         if self.plan.lacking and not (self.trees.changed or self.trees.alike):
@@ -192,7 +204,8 @@ class _Load:
                 return hook(chosen[place])
             return _at_places(node, place, resolve) if place in above else node
 
-        return plan.finish(lambda node, place: unflatten(resolve(node, place), made.__getitem__, self.codecs))
+        plan.filling.tell(self.what, loudly=self.rank == 0)
+        return plan.finish(lambda node, place: unflatten(put_in(resolve(node, place), place, plan.made), made.__getitem__, self.codecs))
 
     def _match(self, tree: Any, differing: Collection[Place] = ()) -> Match:
         return match(self.into, tree, self.replica.index, self.options, self.names, differing)

@@ -8,24 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
 from tierstore.errors import IncompleteError, NotFoundError, StateMismatchError, UsageError
 from tierstore.format.index import RoutingIndex, TensorEntry
 from tierstore.format.objects import Opaque, TensorRef
-from tierstore.state.bits import dtype_name, torch_dtype
+from tierstore.state.bits import dtype_name, empty, torch_dtype
+from tierstore.state.boxes import whole
 from tierstore.state.collecting import collector_paused
 from tierstore.state.differences import Differences, LoadOptions, selected
+from tierstore.state.filling import Filling, StandIn, fill_rules, fits, omitted_in
 from tierstore.state.guard import check_storable, is_plain
 from tierstore.state.paths import Place, Shown, name_of, show
 from tierstore.state.reading import Fill
 from tierstore.state.sharded import Piece, chunk_of, is_spread
-from tierstore.state.stored_kinds import deep, describe, flat, is_tensor, layout, leaves
-from tierstore.state.unflatten import COMPONENTS, MODULE_STATE, SPARSE, TENSOR, stored_tensors
+from tierstore.state.stored_kinds import deep, describe, flat, is_omitted, is_tensor, layout, leaves
+from tierstore.state.unflatten import COMPONENTS, MODULE_STATE, SPARSE, TENSOR, dressed, stored_tensors
 
-__all__ = ["Match", "match"]
+__all__ = ["Match", "match", "match_fresh"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,6 +51,10 @@ class Match:
     """Raises StateMismatchError for every difference that is not allowed, in one error, what is stored and not asked for among them."""
     check_asked: Callable[[], None] = field(default=lambda: None)
     """As `check`, but what is stored and not asked for is no difference: another rank may ask for it."""
+    made: dict[Place, torch.Tensor] = field(default_factory=dict)
+    """Within `fresh`: tensors for the places of those that were left out; `fills` fill them. Places without one become None."""
+    filling: Filling = field(default_factory=lambda: Filling(cast(Any, None), None))
+    """What stands in for tensors that the checkpoint lacks."""
     unasked: Callable[[], set[str]] = field(default=set)
     """The names of places that are stored, not asked for, and not allowed to be left out."""
 
@@ -96,6 +102,17 @@ def match(
     return plan
 
 
+def match_fresh(tree: Any, index: RoutingIndex, options: LoadOptions, differing: Collection[Place]) -> Match:
+    """Plans to build all of `tree`; only what was left out of it can be missing."""
+    planner = _Planner(tree, index, options, None, ())
+    planner.fresh(tree, ())
+    plan = planner.plan
+    plan.differing = set(differing)
+    plan.finish = lambda build: build(tree, ())
+    plan.check = lambda: planner.differences.check(what="the checkpoint and the state that was saved differ")
+    return plan
+
+
 _ABSENT = object()
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -107,7 +124,8 @@ class _Planner:
         self.index = index
         self.options = options
         self.names = names
-        self.plan = Match()
+        self.filling = Filling(index, fill_rules(options.fill))
+        self.plan = Match(filling=self.filling)
         self.by_name = {name_of(t.place): t.name for t in stored_tensors(tree)} if flat(tree) else {}
         self.used: set[str] = set()
         self.matched = 0
@@ -182,14 +200,48 @@ class _Planner:
             self.plan.lacking = True
             self.note("missing", place, "is stored nowhere")
             return lambda build: into
+        if is_omitted(node) and into is not None:
+            self.missing(place, node.value["dtype"], node.value["shape"], omitted=True)
+            return lambda build: into
         tensors = list(stored_tensors(node))
         if tensors and into is not None and not (isinstance(node, Opaque) and node.tag not in (TENSOR, SPARSE)):
             self.note("kind", place, f"is {describe(into)} in `into`, stored as {describe(node)}")
             return lambda build: into
         self.matched += 1
-        self.plan.fresh.append(node)
+        self.fresh(node, place)
         self.note_differing(place)
         return lambda build: build(node, place)
+
+    def fresh(self, node: Any, place: Place) -> None:
+        """Plans to build a stored subtree, with tensors for those that were left out of it where rules say what fills them."""
+        self.plan.fresh.append(node)
+        for inside, facts in omitted_in(node, place):
+            name, dtype, shape = name_of(inside), facts["dtype"], tuple(facts["shape"])
+            found = self.filling.find(name)
+            if found is None:
+                self.missing(inside, dtype, shape, omitted=True)
+            elif self.stands_in(found, inside, dtype, shape):
+                target = empty(shape, torch_dtype(dtype))
+                self.plan.made[inside] = dressed(target, facts)
+                if target.numel():
+                    self.plan.fills.append(Fill(entry=cast(TensorEntry, found.entry), box=whole(shape), target=target))
+
+    def missing(self, place: Place, dtype: str, shape: Sequence[int], *, omitted: bool) -> None:
+        self.differences.omitted |= omitted
+        self.note("missing", place, f"{dtype} {list(shape)}{', left out of the checkpoint on purpose' if omitted else ''}")
+
+    def stands_in(self, found: StandIn, place: Place, dtype: str, shape: Sequence[int]) -> bool:
+        """Whether `found` can fill a tensor of that dtype and shape; notes it, or the difference."""
+        source, where = found.entry, ", ".join(found.sources[:3])
+        if tuple(shape) != source.shape:
+            self.note("shape", place, f"is {list(shape)} in `into`, {list(source.shape)} in what is to fill it ({where})")
+            return False
+        if not fits(source.dtype, dtype):
+            self.note("kind", place, f"is {dtype} in `into`, and can't be filled from {source.dtype} ({where})")
+            return False
+        self.used.update(found.sources)
+        self.filling.note(name_of(place), dtype, found)
+        return True
 
     def tensor(self, into: torch.Tensor, node: Any, place: Place) -> _Finish:
         keep: _Finish = lambda build: into  # noqa: E731
@@ -198,9 +250,13 @@ class _Planner:
         self.asked += 1
         if node is _ABSENT and (found := self.by_name.get(name_of(place))) is not None:
             node = TensorRef(found)
-        if node is _ABSENT:
-            self.plan.lacking = True
-            self.note("missing", place, f"{dtype_name(into.dtype)} {list(into.shape)}")
+        if node is _ABSENT or is_omitted(node):
+            self.plan.lacking |= node is _ABSENT
+            stand_in = self.filling.find(name_of(place))
+            if stand_in is not None and (into.layout is torch.strided or is_spread(into)):
+                self.fill(into, place, stand_in)
+            else:
+                self.missing(place, dtype_name(into.dtype), into.shape, omitted=node is not _ABSENT)
             return keep
         if isinstance(node, Opaque) and node.tag == SPARSE:
             return self.sparse(into, node, place)
@@ -212,12 +268,13 @@ class _Planner:
         self.matched += 1
         if self.note_differing(place) and self.options.ranks is not None:
             return lambda build: _copied(into, build(node, place), place)
-        self.fill(into, name, place)
+        self.fill(into, place, name)
         return keep
 
-    def fill(self, into: torch.Tensor, name: str, place: Place) -> None:
-        if type(into) in _PLAIN and not hasattr(into, "global_offsets") and is_plain(into):
-            self.fill_plain(into, name, place)  # nearly all of them are: few steps for each of tens of thousands
+    def fill(self, into: torch.Tensor, place: Place, source: str | StandIn) -> None:
+        """Plans to fill a tensor from the stored one of a name, or from what stands in for it."""
+        if isinstance(source, str) and type(into) in _PLAIN and not hasattr(into, "global_offsets") and is_plain(into):
+            self.fill_plain(into, source, place)  # nearly all of them are: few steps for each of tens of thousands
             return
         if is_spread(into):
             chunk = chunk_of(into, f"into{show(place).removeprefix('state')}")
@@ -227,12 +284,18 @@ class _Planner:
             target, shape = into.detach(), tuple(into.shape)
             pieces = (Piece(tensor=target, offsets=(0,) * target.ndim),)
             check_storable(into, Shown(place, "into"))
-        entry = self.find(name, _around(pieces, len(shape)))
-        if shape != entry.shape:
-            self.note("shape", place, f"is {list(shape)} in `into`, {list(entry.shape)} stored")
-            return
-        if dtype_name(target.dtype) != entry.dtype and not self.castable(entry, target, place):
-            return
+        if isinstance(source, StandIn):
+            entry = cast(TensorEntry, source.entry)
+            if not self.stands_in(source, place, dtype_name(target.dtype), shape):
+                return
+            self.matched += 1
+        else:
+            entry = self.find(source, _around(pieces, len(shape)))
+            if shape != entry.shape:
+                self.note("shape", place, f"is {list(shape)} in `into`, {list(entry.shape)} stored")
+                return
+            if dtype_name(target.dtype) != entry.dtype and not self.castable(entry, target, place):
+                return
         for piece in pieces:
             self.fill_piece(piece, entry, place)
 
@@ -303,7 +366,7 @@ class _Planner:
             self.note("dtype", place, f"is {dtype_name(into.dtype)} in `into`, {stored} stored")
             return keep
         self.matched += 1
-        self.plan.fresh.append(node)
+        self.fresh(node, place)
         self.note_differing(place)
         return lambda build: _copied(into, build(node, place), place)
 
@@ -328,7 +391,8 @@ class _Planner:
         return True
 
     def unexpected(self, node: Any, place: Place) -> None:
-        self.left.append((place, node))
+        if next(omitted_in(node, place), None) is None or next(leaves(node, place), None) is not None:
+            self.left.append((place, node))  # else all of it was left out, and nothing is lost
 
     def note(self, kind: Literal["missing", "unexpected", "shape", "dtype", "kind"], place: Place, detail: str) -> None:
         self.differences.note(kind, place, detail)

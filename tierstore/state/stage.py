@@ -7,7 +7,7 @@ what the first save would have to do beside that: planning, and making memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +53,7 @@ def stage(
     devices: DeviceCopies | None = None,
     make_room: Callable[[int], None] | None = None,
     joint: JointSave | None = None,
+    omit: Sequence[str] = (),
 ) -> StagedState:
     """Copies `state` into an image of `pool`. Changing the state afterwards changes nothing of what is saved.
 
@@ -67,6 +68,7 @@ def stage(
         devices: Devices whose copies go on after this has returned; None: all copies are waited for.
         make_room: Called with the image's length before memory is asked for: the backlog's rule (`Worker.make_room`); its errors pass.
         joint: How this rank agrees with the others on who writes what; None: each rank writes all plain tensors that it has.
+        omit: Globs of names of tensors to leave out.
 
     Raises:
         UnsupportedTypeError: The state holds something that can't be stored; names its place. Nothing was changed.
@@ -75,7 +77,7 @@ def stage(
         RankError: Another rank can't save; nothing was staged on any.
     """
     with _workers(threads) as workers:
-        plan = _planned(state, codecs or default_codecs(), rank, world_size, pool, joint)
+        plan = _planned(state, codecs or default_codecs(), rank, world_size, pool, joint, omit)
         with _telling(joint):
             if make_room is not None:
                 make_room(plan.nbytes)
@@ -96,6 +98,7 @@ def stage(
         arrival,
         tensors=plan.layout.tensors,
         objects=plan.objects,
+        omitted=plan.flat.omitted,
         seconds=StageTimes(
             plan_s=plan.plan_s,
             agree_s=plan.agree_s + ready - touched,
@@ -118,12 +121,14 @@ def prepare(
     threads: CopyThreads | None = None,
     devices: DeviceCopies | None = None,
     joint: JointSave | None = None,
+    omit: Sequence[str] = (),
 ) -> Prepared:
     """Plans as `stage` does, sees to it that `images` images are there, touched and registered, and starts the threads; copies nothing.
 
     Args:
         images: How many.
         room: The memory tier's capacity, in bytes: there are no more than it can hold, and one beside them; None: nothing bounds them.
+        omit: Globs of names of tensors that saves will leave out.
 
     Raises:
         UnsupportedTypeError, UsageError, RankError: As `stage`.
@@ -131,7 +136,7 @@ def prepare(
     """
     began = time.perf_counter()
     with _workers(threads) as workers:
-        plan = _planned(state, codecs or default_codecs(), rank, world_size, pool, joint)
+        plan = _planned(state, codecs or default_codecs(), rank, world_size, pool, joint, omit)
         kinds = sorted({piece.tensor.device.type for leaf in plan.flat.leaves for piece in leaf.pieces})
 
         def touch(image: Image) -> None:
@@ -166,10 +171,12 @@ class _Plan:
         return self.layout.plan.nbytes
 
 
-def _planned(state: Any, codecs: ObjectCodecs, rank: int, world_size: int, pool: ImagePool, joint: JointSave | None) -> _Plan:
+def _planned(
+    state: Any, codecs: ObjectCodecs, rank: int, world_size: int, pool: ImagePool, joint: JointSave | None, omit: Sequence[str]
+) -> _Plan:
     began = time.perf_counter()
     with _telling(joint):
-        flat = flatten(state, codecs)
+        flat = flatten(state, codecs, omit)
         if flat.ranks > world_size:
             raise UsageError(
                 f"the state has tensors spread over {flat.ranks} processes, but {world_size} save together",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from tierstore.errors import UsageError
@@ -60,6 +60,7 @@ class StagedState:
         objects: This rank's encoded tree: everything that is not a tensor, and references to those.
         nbytes: Length of the shard, in bytes.
         seconds: Where the time went.
+        omitted: Names of tensors that were left out on purpose, and their lengths as wholes, in bytes.
     """
 
     source: ImageSource | LocalSource
@@ -68,13 +69,22 @@ class StagedState:
     nbytes: int
     seconds: StageTimes
     _free: Callable[[], None] = field(repr=False)
+    omitted: Mapping[str, int] = field(default_factory=dict)
 
     def release(self) -> None:
         """Gives the image back to its pool, when its bytes are on a tier; a second call does nothing."""
         self._free()
 
 
-def staged_in(image: Image, arrival: Arrival, *, tensors: tuple[TensorEntry, ...], objects: bytes, seconds: StageTimes) -> StagedState:
+def staged_in(
+    image: Image,
+    arrival: Arrival,
+    *,
+    tensors: tuple[TensorEntry, ...],
+    objects: bytes,
+    seconds: StageTimes,
+    omitted: Mapping[str, int] | None = None,
+) -> StagedState:
     """What was copied, or is arriving, in `image`."""
     source = ImageSource(image.view, None if arrival.done() else arrival)
 
@@ -89,4 +99,5 @@ def staged_in(image: Image, arrival: Arrival, *, tensors: tuple[TensorEntry, ...
         nbytes=image.nbytes,
         seconds=seconds,
         _free=free,
+        omitted=omitted or {},
     )

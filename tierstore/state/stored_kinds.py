@@ -9,13 +9,13 @@ import torch
 
 from tierstore.format.objects import Opaque, TensorRef
 from tierstore.state.paths import Place
-from tierstore.state.unflatten import MODULE_STATE, SPARSE, TENSOR, stored_tensors
+from tierstore.state.unflatten import MODULE_STATE, OMITTED, SPARSE, TENSOR, stored_tensors
 
-__all__ = ["deep", "describe", "flat", "is_tensor", "layout", "leaves"]
+__all__ = ["deep", "describe", "flat", "is_omitted", "is_tensor", "layout", "leaves"]
 
 
 def leaves(node: Any, place: Place = ()) -> Iterator[Place]:
-    """The places of all tensors and values of a stored tree."""
+    """The places of all tensors and values of a stored tree; tensors that were left out of it are none."""
     if isinstance(node, Opaque) and node.tag == MODULE_STATE:
         node = node.value[0]
     if isinstance(node, dict) and node:
@@ -24,6 +24,8 @@ def leaves(node: Any, place: Place = ()) -> Iterator[Place]:
     elif isinstance(node, list | tuple) and deep(node):
         for at, item in enumerate(node):
             yield from leaves(item, (*place, at))
+    elif is_omitted(node):
+        return
     elif isinstance(node, Opaque) and node.tag == SPARSE:
         yield from (t.place for t in stored_tensors(node, place))
     else:
@@ -33,6 +35,11 @@ def leaves(node: Any, place: Place = ()) -> Iterator[Place]:
 def is_tensor(node: Any) -> bool:
     """Whether it stands for one tensor."""
     return isinstance(node, TensorRef) or (isinstance(node, Opaque) and node.tag == TENSOR)
+
+
+def is_omitted(node: Any) -> bool:
+    """Whether it stands for a tensor that was left out of the checkpoint on purpose."""
+    return isinstance(node, Opaque) and node.tag == OMITTED
 
 
 def deep(node: Any) -> bool:
@@ -56,6 +63,8 @@ def describe(node: Any) -> str:
     """What a place holds, for messages."""
     if is_tensor(node):
         return "a tensor"
+    if is_omitted(node):
+        return "a tensor that was left out"
     if isinstance(node, Opaque):
         return str(node.value.get("layout", "sparse")) if node.tag == SPARSE else node.tag
     return f"{type(node).__name__} {node!r}"[:80] if isinstance(node, int | float | str | None) else f"a {type(node).__name__}"

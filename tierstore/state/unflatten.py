@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from tierstore.errors import FormatError
+from tierstore.errors import FormatError, StateMismatchError
+from tierstore.format.dtypes import DTYPES
 from tierstore.format.objects import ObjectCodecs, Opaque, TensorRef
 from tierstore.state.bits import as_bits, torch_dtype
 from tierstore.state.paths import Place
@@ -20,10 +21,12 @@ from tierstore.state.paths import Place
 __all__ = [
     "COMPONENTS",
     "MODULE_STATE",
+    "OMITTED",
     "SPARSE",
     "TENSOR",
     "StoredTensor",
     "check_tree",
+    "dressed",
     "rebuilt",
     "sparse_tensor",
     "stored_tensors",
@@ -33,6 +36,8 @@ __all__ = [
 MODULE_STATE = "torch.state_dict"
 TENSOR = "torch.Tensor"
 SPARSE = "torch.sparse"
+OMITTED = "torch.omitted"
+"""Stands for a tensor that was left out of the checkpoint on purpose: ``{"dtype", "shape"}``, and the flags that a `TENSOR` has."""
 
 COMPONENTS: Mapping[torch.layout, tuple[str, ...]] = {
     torch.sparse_coo: ("indices", "values"),
@@ -50,6 +55,8 @@ def check_node(node: Opaque) -> None:
         good = isinstance(value, list) and len(value) == 2 and isinstance(value[0], OrderedDict)
     elif node.tag == TENSOR:
         good = isinstance(value, dict) and isinstance(value.get("ref"), TensorRef) and ("view" not in value or _is_view(value["view"]))
+    elif node.tag == OMITTED:
+        good = isinstance(value, dict) and value.get("dtype") in DTYPES and _are_sizes(value.get("shape"))
     else:
         layout = getattr(torch, str(value.get("layout")), None) if isinstance(value, dict) else None
         parts = COMPONENTS.get(layout) if isinstance(layout, torch.layout) else None
@@ -62,7 +69,7 @@ def check_node(node: Opaque) -> None:
 def check_tree(tree: Any) -> Any:
     """Returns a decoded tree whose own tagged nodes are all well made; raises FormatError for any other."""
     if isinstance(tree, Opaque):
-        if tree.tag in (TENSOR, SPARSE, MODULE_STATE):
+        if tree.tag in (TENSOR, SPARSE, MODULE_STATE, OMITTED):
             check_node(tree)
         check_tree(tree.value)
     elif isinstance(tree, dict):
@@ -162,6 +169,11 @@ class _Build:
             return self.tensors(node.name)
         if not isinstance(node, Opaque):
             return rebuilt(node, self.build)
+        if node.tag == OMITTED:
+            raise StateMismatchError(
+                f"a tensor of the state ({node.value['dtype']} {list(node.value['shape'])}) was left out of the checkpoint on purpose",
+                hint="load with LoadOptions(fill=…), which says from what it is filled, or missing='keep'",
+            )
         if node.tag not in (TENSOR, SPARSE, MODULE_STATE):
             return self.codecs.decode(node.tag, self.build(node.value))
         if node.tag == MODULE_STATE:
@@ -193,7 +205,7 @@ class _Build:
             if not 0 <= offset <= offset + count <= flat.numel():
                 raise ValueError(f"bytes {offset} to {offset + count} lie outside of {base!r}")
             value = flat[offset : offset + count].view(wanted).view(shape)
-        self.made[key] = made = _dressed(value, facts)
+        self.made[key] = made = dressed(value, facts)
         return made
 
     def sparse(self, facts: Mapping[str, Any]) -> torch.Tensor:
@@ -202,7 +214,7 @@ class _Build:
         flags = (coalesced, facts.get("parameter", False), facts.get("requires_grad", False))
         key = (layout, facts["shape"], tuple(id(part) for part in parts), *flags)  # tied ones have the same components, which live on
         if key not in self.made:
-            self.made[key] = _dressed(sparse_tensor(layout, parts, facts["shape"], coalesced=coalesced), facts)
+            self.made[key] = dressed(sparse_tensor(layout, parts, facts["shape"], coalesced=coalesced), facts)
         return self.made[key]
 
 
@@ -218,7 +230,8 @@ def sparse_tensor(layout: torch.layout, parts: Sequence[torch.Tensor], shape: Se
     return torch.sparse_compressed_tensor(parts[0], parts[1], parts[2], size, layout=layout, device=device, check_invariants=True)
 
 
-def _dressed(tensor: torch.Tensor, facts: Mapping[str, Any]) -> torch.Tensor:
+def dressed(tensor: torch.Tensor, facts: Mapping[str, Any]) -> torch.Tensor:
+    """The tensor as a node's facts say it was: a `Parameter`, or with ``requires_grad``."""
     needs_grad = bool(facts.get("requires_grad", False))
     if facts.get("parameter", False):
         return torch.nn.Parameter(tensor, requires_grad=needs_grad)

@@ -23,6 +23,7 @@ from tierstore.state.export.plan import ExportOptions, Plan, plan_tensors
 from tierstore.state.export.target import ExportedFile, ExportTarget
 from tierstore.state.export.torch import load_tensors, torch_names, write_torch
 from tierstore.state.export.tree import Path, beyond, check_one_model, flat_tree, in_order, sparse_parts
+from tierstore.state.filling import without_omitted
 from tierstore.state.load import read_tree
 from tierstore.state.passthrough import companions_of, read_companion
 from tierstore.state.reading import Reader, Run
@@ -118,7 +119,7 @@ class _Export:
 
     def export(self, to: str | os.PathLike[str]) -> Exported:
         text = normal_uri(to)
-        tree = read_tree(self.reader, self.run, self.options.rank, 1)
+        tree = without_omitted(read_tree(self.reader, self.run, self.options.rank, 1))
         if self.options.format == "torch":
             return self.one_file(f"{text}/" if str(to).endswith("/") else text, tree)
         storage = self.open(text)

@@ -1,0 +1,150 @@
+"""Tensors that a checkpoint lacks, filled from others that it has: by rules, converted, and told.
+
+``LoadOptions(fill=[{"match": r"model\\.(.*)", "to": r"optim.master.\\1"}])`` says: what is stored as ``model.…`` may stand in for a wanted
+``optim.master.…`` that is not stored. The rules are those of `tierstore.state.renaming` (`to`, `split`, `fuse`, `transpose`, `permute`),
+but each sees the stored names, and one that matches nothing is no error. Where several make one name, the first counts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from tierstore.errors import UsageError
+from tierstore.format.index import RoutingIndex
+from tierstore.format.objects import Opaque
+from tierstore.state.bits import torch_dtype
+from tierstore.state.paths import Place
+from tierstore.state.renamed import RenamedIndex
+from tierstore.state.renaming import Rules, parse_rules
+from tierstore.state.stored_kinds import is_omitted
+from tierstore.state.unflatten import MODULE_STATE, OMITTED
+from tierstore.state.views import NamedView, View, stored_view
+from tierstore.units import format_some
+
+__all__ = ["Filling", "StandIn", "fill_rules", "fits", "omitted_in", "put_in", "without_omitted"]
+
+log = logging.getLogger(__name__)
+
+
+def fill_rules(source: Any) -> Rules | None:
+    """The rules of ``LoadOptions.fill`` or ``load: {fill: …}``; None where there are none.
+
+    Raises:
+        UsageError: One is malformed, or drops tensors.
+    """
+    if source is None or (isinstance(source, list | tuple) and not source):
+        return None
+    rules = parse_rules(source)
+    if found := next((rule for rule in rules.rules if rule.action == "drop"), None):
+        raise UsageError(f"{found} drops tensors: nothing is filled from that", hint="give it `to`: the name of what is to be filled")
+    return rules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandIn:
+    """What fills a wanted tensor: a view of stored ones by the wanted name, and the names of these."""
+
+    entry: NamedView
+    sources: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Filling:
+    """What may stand in for the tensors that a checkpoint lacks; looked at only where one is lacking."""
+
+    index: RoutingIndex
+    rules: Rules | None
+    filled: dict[str, str] = field(default_factory=dict)
+    """Wanted names that were filled, and from what."""
+    _views: dict[str, View] | None = None
+
+    def find(self, name: str) -> StandIn | None:
+        """What stands in for the wanted tensor `name`; None: nothing does.
+
+        Raises:
+            UsageError: A rule does not fit the tensors.
+        """
+        if self.rules is None:
+            return None
+        if self._views is None:
+            self._views = self._made()
+        view = self._views.get(name)
+        if view is None:
+            return None
+        index = RenamedIndex(self.index, {name: view})
+        index.prepare([name])
+        entry: Any = index.find(name)
+        return StandIn(entry=entry, sources=tuple(dict.fromkeys(piece.tensor for piece in view.pieces)))
+
+    def note(self, name: str, dtype: str, found: StandIn) -> None:
+        """Notes that `name` is filled."""
+        self.filled[name] = f"{dtype} from {found.entry.dtype} {format_some(found.sources, 3)}"
+
+    def tell(self, what: str, *, loudly: bool) -> None:
+        """Logs what was filled: what was not saved has come back as something else."""
+        if self.filled:
+            some = format_some([f"{name} ({how})" for name, how in sorted(self.filled.items())], 20)
+            level = logging.WARNING if loudly else logging.INFO
+            log.log(level, "%s: %d tensors that the checkpoint lacks were filled from others, by rule: %s", what, len(self.filled), some)
+
+    def _made(self) -> dict[str, View]:
+        assert self.rules is not None
+        names = self.index.names()
+        self.index.prepare(names)
+        stored = {name: stored_view(name, self.index.dtype(name), self.index.shape(name)) for name in names}
+        made: dict[str, View] = {}
+        for rule in self.rules.rules:
+            for name, view in Rules(rules=(replace(rule, optional=True),), others="drop").apply(stored).items():
+                made.setdefault(name, view)
+        return made
+
+
+def fits(source: str, wanted: str) -> bool:
+    """Whether values of one dtype may fill a tensor of another: floating-point ones are converted, others must be the same."""
+    return source == wanted or (torch_dtype(source).is_floating_point and torch_dtype(wanted).is_floating_point)
+
+
+def omitted_in(node: Any, place: Place = ()) -> Iterator[tuple[Place, Mapping[str, Any]]]:
+    """The places of a stored tree whose tensors were left out on purpose, and what the tree says of each."""
+    if isinstance(node, Opaque):
+        if node.tag == OMITTED:
+            yield place, node.value
+        else:
+            yield from omitted_in(node.value[0] if node.tag == MODULE_STATE else node.value, place)
+    elif isinstance(node, dict):
+        for key, item in node.items():
+            yield from omitted_in(item, (*place, key))
+    elif isinstance(node, list | tuple):
+        for at, item in enumerate(node):
+            yield from omitted_in(item, (*place, at))
+
+
+def put_in(node: Any, place: Place, made: Mapping[Place, torch.Tensor]) -> Any:
+    """A stored tree with tensors in the places of those that were left out; None where there is none."""
+    if isinstance(node, Opaque):
+        if node.tag == OMITTED:
+            return made.get(place)
+        if node.tag == MODULE_STATE:
+            return Opaque(node.tag, [put_in(node.value[0], place, made), node.value[1]])
+        return Opaque(node.tag, put_in(node.value, place, made))
+    if isinstance(node, dict):
+        return type(node)((key, put_in(item, (*place, key), made)) for key, item in node.items())
+    if isinstance(node, list | tuple):
+        return type(node)(put_in(item, (*place, at), made) for at, item in enumerate(node))
+    return node
+
+
+def without_omitted(node: Any) -> Any:
+    """A stored tree as if what was left out had never been there: its keys are gone, in lists there is None."""
+    if isinstance(node, Opaque):
+        return None if node.tag == OMITTED else Opaque(node.tag, without_omitted(node.value))
+    if isinstance(node, dict):
+        return type(node)((key, without_omitted(item)) for key, item in node.items() if not is_omitted(item))
+    if isinstance(node, list | tuple):
+        return type(node)(without_omitted(item) for item in node)
+    return node
