@@ -29,6 +29,8 @@ CRASH_POINTS: tuple[str, ...] = (
     "commit.after-record",
     "promote.before-file",
     "promote.after-file",
+    "promote.before-quantised",
+    "promote.after-quantised",
     "promote.before-manifest",
     "promote.before-record",
     "promote.after-record",

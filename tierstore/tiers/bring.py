@@ -116,7 +116,7 @@ async def _onto_node(context: CopyContext, view: AttemptView, tier: Tier) -> boo
     if tier.name not in view.dropped and tier.name in view.documented and len(view.ranks(tier.name)) == size:
         return False
     copied = await copy_payload(context, view, tier)
-    for rank in sorted(found[1] for name in copied if (found := parse_file_name(name)) is not None and found[0] == "part"):
+    for rank in sorted(found[1] for name in copied.files if (found := parse_file_name(name)) is not None and found[0] == "part"):
         await _put_receipt(tier, attempt, rank, size)
     await copy_records(context.tiers.authority, tier, attempt, view.records)
     await _finish_on_node(context, view, tier)
@@ -224,12 +224,12 @@ async def _again(context: CopyContext, attempt: Attempt, tier: Tier) -> bool:
         copied = await copy_payload(context, view, tier)
         if not context.tiers.is_authority(tier):
             await copy_records(authority, tier, attempt, view.records)
-        if await _lost(tier, attempt, copied):
+        if await _lost(tier, attempt, copied.files):
             continue
         if tier.name in view.dropped:
             await record_replica(context, view, tier, copied)
         facts = await _still_a_checkpoint(context, attempt)
-        if tier.name in facts.replicated and not await _lost(tier, attempt, copied):
+        if tier.name in facts.replicated and not await _lost(tier, attempt, copied.files):
             return True
         log.info("tier=%s checkpoint=%s was changed while it was copied, and is copied again", tier.name, attempt.folder)
     raise ConflictError(

@@ -6,9 +6,11 @@ import asyncio
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from tierstore.crashpoints import reach
-from tierstore.errors import IntegrityError, RefusedError, StorageError
+from tierstore.errors import IntegrityError, NotFoundError, RefusedError, StorageError
 from tierstore.format.index import FileEntry, Index, decode_index
 from tierstore.format.manifest import FileRecord, Manifest, decode_manifest
 from tierstore.format.record import Record
@@ -16,15 +18,17 @@ from tierstore.names import MANIFEST
 from tierstore.storage.contract import FileInfo
 from tierstore.storage.tasks import all_or_none
 from tierstore.tiers.copying import CopyContext, OnDamage, Proof, copy_document, copy_file, read_document
-from tierstore.tiers.log import append, files_told
+from tierstore.tiers.log import append, files_told, taken_told
 from tierstore.tiers.log_copies import copy_records
 from tierstore.tiers.log_facts import fold
+from tierstore.tiers.quantised import lossy_files, put_document, quantising
 from tierstore.tiers.quarantine import quarantine
 from tierstore.tiers.space import check_space
 from tierstore.tiers.tier import Tier
 from tierstore.tiers.view import AttemptView, further, staging
 
 __all__ = [
+    "Copied",
     "copy_checkpoint",
     "copy_payload",
     "document_replica",
@@ -41,6 +45,14 @@ log = logging.getLogger(__name__)
 _RANK = re.compile(r"(?:shard|part)-(\d{5})")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """A checkpoint's files on a tier: what that says of each, and what the record is to say of a copy that is not exact (None: it is)."""
+
+    files: Mapping[str, FileInfo]
+    quantised: Mapping[str, Any] | None = None
+
+
 async def document_replica(context: CopyContext, view: AttemptView, tier: Tier) -> None:
     """Makes a staging tier's replica complete in itself: objects, index, manifest, then the log's records."""
     manifest = await read_manifest(view, sources_of(context, view, tier, MANIFEST))
@@ -49,17 +61,23 @@ async def document_replica(context: CopyContext, view: AttemptView, tier: Tier) 
     await _copy_log(context, view, tier)
 
 
-async def copy_checkpoint(context: CopyContext, view: AttemptView, target: Tier) -> None:
-    """Copies a committed checkpoint as a whole (PROTOCOLS.md §5): payload, manifest, log; only `replicated` makes it count."""
-    copied = await copy_payload(context, view, target)
+async def copy_checkpoint(context: CopyContext, view: AttemptView, target: Tier, *, exact: bool = False) -> None:
+    """Copies a committed checkpoint as a whole (PROTOCOLS.md §5): payload, manifest, log; only `replicated` makes it count.
+
+    `exact`: also where the tier quantises, and in the place of a quantised copy.
+    """
+    copied = await copy_payload(context, view, target, exact=exact, refer=True)
     await _copy_log(context, view, target)
     reach("promote.before-replicated")
     await record_replica(context, view, target, copied)
     reach("promote.after-replicated")
 
 
-async def copy_payload(context: CopyContext, view: AttemptView, target: Tier) -> dict[str, FileInfo]:
+async def copy_payload(context: CopyContext, view: AttemptView, target: Tier, *, exact: bool = False, refer: bool = False) -> Copied:
     """Copies all files of a committed checkpoint, the manifest last; returns what the target says of each.
+
+    A shard that is there already is left as it is, also an exact one where the tier quantises by now; one that is not exact is written
+    anew where the copy is to be. Whether a copy is exact is asked of the files that are there in the end. `refer`: as for `copy_file`.
 
     Raises:
         TierFullError: No room; nothing was copied.
@@ -69,17 +87,37 @@ async def copy_payload(context: CopyContext, view: AttemptView, target: Tier) ->
     manifest = await read_manifest(view, sources_of(context, view, target, MANIFEST))
     index = await _read_index(context, view, target, manifest)
     shards = [index.file(f.name) for f in manifest.files if f.kind == "shard"]
+    if target.unchanged_once:
+        context.references.learned(attempt, shards, manifest.block_nbytes, whole=True)
     listing = await target.storage.children(attempt.folder)
     there = {f.path.rpartition("/")[2]: f.nbytes for f in listing.files}
     await check_space(target, sum(f.nbytes for f in manifest.files if there.get(f.name) != f.nbytes))
     on_damage = quarantining(context, view)
+    wanted = quantising(target, manifest.facts, exact=exact)
+    if wanted.why_exact:
+        log.info("tier=%s checkpoint=%s is stored exact: %s", target.name, attempt.folder, wanted.why_exact)
+    lossy = await lossy_files(target, attempt, [file.name for file in shards if file.name in there])
+    again = set() if wanted.scheme else set(lossy)
 
     async def shard(file: FileEntry) -> tuple[str, FileInfo]:
         sources = sources_of(context, view, target, file.name)
-        absent = file.name not in there
-        return file.name, await copy_file(context, attempt, target, sources, file, manifest.block_nbytes, on_damage, absent=absent)
+        if not sources and (left := set(view.log.quantised) - {target.name}):
+            raise _only_quantised(view, file.name, target, sorted(left))
+        absent = file.name not in there or file.name in again
+        return file.name, await copy_file(
+            context, attempt, target, sources, file, manifest.block_nbytes, on_damage, absent=absent, hints=wanted.hints, refer=refer
+        )
 
     copied = dict(await all_or_none([shard(file) for file in shards]))
+    quantised = None
+    if wanted.scheme or lossy:
+        lossy = await lossy_files(target, attempt, [file.name for file in shards])
+        if lossy:
+            reach("promote.before-quantised")
+            quantised = await put_document(target, attempt, lossy, scheme=wanted.scheme, generation=wanted.generation)
+            reach("promote.after-quantised")
+    if wanted.why_exact and quantised is None:
+        await target.storage.delete([attempt.quantised_path])  # an earlier try may have left it
     copied.update(await _copy_documents(context, view, target, manifest, kinds=("part", "objects", "index")))
     for file in manifest.files:
         if copied[file.name].nbytes != file.nbytes:
@@ -90,29 +128,54 @@ async def copy_payload(context: CopyContext, view: AttemptView, target: Tier) ->
                 file=file.name,
             )
     copied[MANIFEST] = await _copy_manifest(context, view, target)
-    return copied
+    return Copied(files=copied, quantised=quantised)
 
 
-async def record_replica(context: CopyContext, view: AttemptView, target: Tier, copied: Mapping[str, FileInfo]) -> None:
-    """Appends `replicated`, with what the target's server says of each file."""
+async def record_replica(context: CopyContext, view: AttemptView, target: Tier, copied: Copied) -> None:
+    """Appends `replicated`, with what the target's server says of each file.
+
+    The record of a quantised copy goes beside it at once: where the log is lost, it proves what is left.
+    """
+    told = {"tier": target.name, **files_told(copied.files), **taken_told(copied.files)}
+    if copied.quantised is not None:
+        told["quantised"] = copied.quantised
+    exact = copied.quantised is None
     try:
-        await append(
+        record = await append(
             context.tiers.authority.storage,
             view.attempt,
             "replicated",
-            {"tier": target.name, **files_told(copied)},
+            told,
             clock=context.clock,
-            allow=lambda records: _still_wanted(records, target, since=len(view.records)),
+            allow=lambda records: _still_wanted(records, target, since=len(view.records), exact=exact),
         )
     except RefusedError:  # another process recorded the same copy first, or the checkpoint has expired meanwhile
         log.info("tier=%s checkpoint=%s is recorded, or no longer wanted", target.name, view.attempt.folder)
+        return
+    if not exact:
+        try:
+            await copy_records(context.tiers.authority, target, view.attempt, [record])
+        except (StorageError, NotFoundError, IntegrityError) as error:  # a collection copies it
+            log.info("tier=%s checkpoint=%s its record is not beside it yet: %s", target.name, view.attempt.folder, error.message)
 
 
-def _still_wanted(records: Sequence[Record], target: Tier, since: int) -> bool:
+def _still_wanted(records: Sequence[Record], target: Tier, since: int, *, exact: bool) -> bool:
     """Not where the tier's copy was dropped since the copying began: some of the files that it found there are gone."""
     state = fold(records)
     dropped = any(r.kind in ("evicting", "evicted") and r.data.get("tier") == target.name for r in records[since:])
-    return not (state.hidden or dropped or target.name in state.replicated)
+    there = target.name in state.replicated and not (exact and target.name in state.quantised)
+    return not (state.hidden or dropped or there)
+
+
+def _only_quantised(view: AttemptView, name: str, target: Tier, left: Sequence[str]) -> IntegrityError:
+    """The error where nothing but quantised copies is left: nothing is ever copied from one."""
+    return IntegrityError(
+        f"there is no exact copy of {view.attempt.path(name)} for tier {target.name!r}: only a quantised one, on {', '.join(left)}",
+        hint="it can be loaded, with a warning; save what was loaded as a new checkpoint",
+        run=view.attempt.run,
+        step=view.attempt.step,
+        file=name,
+    )
 
 
 async def _copy_documents(
@@ -184,7 +247,8 @@ async def _read_index(context: CopyContext, view: AttemptView, target: Tier, man
 def sources_of(context: CopyContext, view: AttemptView, target: Tier, name: str) -> list[Tier]:
     """The tiers to read a committed file from, nearest first, those whose copy was found damaged last.
 
-    A node's tier holds the files of its own ranks only. A copy that was, or is being, dropped is no source, the authority's neither.
+    A node's tier holds the files of its own ranks only. A copy that was, or is being, dropped is no source, the authority's neither;
+    nor is a quantised one, but for the small files.
     """
     found = _RANK.match(name)
     holding = []
@@ -196,7 +260,8 @@ def sources_of(context: CopyContext, view: AttemptView, target: Tier, name: str)
             holding.append(tier)
     if context.tiers.authority.name not in view.dropped:
         holding.append(context.tiers.authority)
-    holding += [t for t in further(context.tiers) if t.name in view.log.replicated]
+    lossy = set(view.log.quantised) if name.startswith("shard-") else set()
+    holding += [t for t in further(context.tiers) if t.name in view.log.replicated and t.name not in lossy]
     usable = [t for t in holding if t.name != target.name]
     return sorted(usable, key=lambda t: (t.name, name) in view.log.quarantined)
 

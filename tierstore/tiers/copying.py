@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tierstore.clock import Clock
 from tierstore.crashpoints import reach
@@ -14,10 +14,11 @@ from tierstore.format.digest import DIGEST_NBYTES, bad_blocks, block_digests, di
 from tierstore.format.index import FileEntry
 from tierstore.names import Attempt
 from tierstore.storage.bandwidth import Bandwidth
-from tierstore.storage.contract import FileInfo, PacesWrites, ReadsProved, Source, Storage, WritesOn
+from tierstore.storage.contract import FileInfo, PacesWrites, PackHints, ReadsProved, Source, Storage, WritesOn, WritesPacked
 from tierstore.storage.sources import ThrottledSource
 from tierstore.tiers.budget import ByteBudget
 from tierstore.tiers.progress import NO_PROGRESS, Progress
+from tierstore.tiers.references import References
 from tierstore.tiers.tier import Tier, Tiers
 
 __all__ = ["CopyContext", "OnDamage", "Proof", "VerifiedSource", "copy_document", "copy_file", "read_document"]
@@ -25,6 +26,7 @@ __all__ = ["CopyContext", "OnDamage", "Proof", "VerifiedSource", "copy_document"
 log = logging.getLogger(__name__)
 
 _SMALL_PER_FILE = 4
+_EXACT = PackHints(exact=True)
 OnDamage = Callable[[Tier, str, str], Awaitable[None]]
 """Told of a damaged source: the tier, the file's name, what is wrong with it."""
 
@@ -57,6 +59,8 @@ class CopyContext:
     limits: Mapping[str, Bandwidth] = field(default_factory=dict)
     """Tier name → the limiter that all writes to it share, where its storage does not keep it itself."""
     progress: Progress = NO_PROGRESS
+    references: References = field(default_factory=References)
+    """What is known of bytes that lie on the tiers already."""
 
     @staticmethod
     def make(
@@ -179,6 +183,8 @@ async def copy_file(
     on_damage: OnDamage,
     *,
     absent: bool = False,
+    hints: PackHints = _EXACT,
+    refer: bool = False,
 ) -> FileInfo:
     """Copies `file` to `target` from the first of `sources` whose bytes are good.
 
@@ -190,7 +196,8 @@ async def copy_file(
     find. A later HEAD proves the object unchanged by what the server returned, which the ``replicated`` record keeps.
 
     `absent`: a listing has just shown that the target has no such file, so that it need not be asked. Were it wrong, the same bytes
-    would be written once more.
+    would be written once more. `hints`: for a target that packs its shards. `refer`: bytes that the target has of an earlier checkpoint
+    may be referred to; else the file is written whole.
 
     Raises:
         IntegrityError: No source has good bytes; names each.
@@ -201,6 +208,9 @@ async def copy_file(
     if there is not None and there.nbytes == file.nbytes:
         context.progress(target.name, attempt, file.name, file.nbytes, file.nbytes)
         return there
+    if refer:
+        unchanged = await context.references.unchanged(context.tiers, attempt, target, file, block_nbytes, clock=context.clock)
+        hints = replace(hints, unchanged=unchanged) if unchanged else hints
     failures: list[tuple[Tier, TierStoreError]] = []
     for tier in sources:
         taken = _Counter(context, target, attempt, file)
@@ -208,7 +218,7 @@ async def copy_file(
         async with _turn(context, target, file.nbytes):
             reach("promote.before-file")
             try:
-                info = await _write(target.storage, path, _limited(context, target, verified))
+                info = await _write(target.storage, path, _limited(context, target, verified), hints)
             except TierStoreError:
                 if verified.failure is None:
                     raise  # the target's own failure
@@ -226,7 +236,9 @@ def _turn(context: CopyContext, target: Tier, nbytes: int) -> asyncio.Semaphore:
     return context.small_files if not can.local and nbytes <= can.part_nbytes else context.files
 
 
-async def _write(storage: Storage, path: str, source: Source) -> FileInfo:
+async def _write(storage: Storage, path: str, source: Source, hints: PackHints) -> FileInfo:
+    if isinstance(storage, WritesPacked):
+        return await storage.write_packed(path, source, hints)
     return await (storage.write_on(path, source) if isinstance(storage, WritesOn) else storage.write(path, source))
 
 

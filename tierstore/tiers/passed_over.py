@@ -52,9 +52,10 @@ class PassedOver:
         self._down: set[str] = set()
 
     def order(self, file: str) -> list[Source]:
-        """Where to look for a file: nearest first, tiers that did not answer last, not where it is known to be absent."""
+        """Where to look for a file: nearest first, tiers that did not answer last, not where it is known to be absent. After all exact
+        copies, whether these answer or not, come the quantised ones."""
         able = [s for s in self._sources if (s.files is None or file in s.files) and (s.tier.name, file) not in self._absent]
-        return sorted(able, key=lambda s: s.tier.name in self._down)
+        return sorted(able, key=lambda s: (s.quantised is not None, s.tier.name in self._down))
 
     def add(self, source: Source) -> None:
         """A copy of some files that came while the checkpoint is open: it is asked first from now on."""
@@ -93,6 +94,10 @@ class PassedOver:
             self._info.attempt.path(file),
             error.message,
         )
+
+    def reasons(self, file: str) -> str:
+        """Why copies of a file were not used so far, for people; empty: there was no other."""
+        return "; ".join(f"{tier}: {error.message}" for (tier, name), error in self._reasons.items() if name == file)
 
     async def no_copy(self, file: str, what: str = "") -> TierStoreError:
         """The error for a file, or the part of it that `what` names, that is good nowhere: that the checkpoint was deleted, if it was."""

@@ -7,6 +7,7 @@ named in a warning and passed over; only where no tier has good bytes is there a
 from __future__ import annotations
 
 import asyncio
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -25,11 +26,14 @@ from tierstore.tiers.fetching import BUDGET_NBYTES, fetch
 from tierstore.tiers.leases import Lease
 from tierstore.tiers.nearby import NearRead
 from tierstore.tiers.passed_over import BadCopy, OnDamage, PassedOver, damaged_block
+from tierstore.tiers.quantised import QuantisedReader, quantised_text
 from tierstore.tiers.reads import AnyWant, ReadCost, Span, Want, plan_spans, spread_spans
 from tierstore.tiers.sources import Source, sources_of
 from tierstore.tiers.tier import Tier, Tiers
 
 __all__ = ["BadCopy", "Replica", "Want", "open_replica"]
+
+log = logging.getLogger(__name__)
 
 
 class BringsNearer(Protocol):
@@ -48,6 +52,7 @@ class Replica:
         hydrating: Asked before each read to bring whole files nearer; None: nothing is.
         bytes_fetched: Bytes read, by tier.
         requests: Reads sent to storages, by tier.
+        lossy_from: The tiers whose quantised copies gave some of the bytes that were read: these are not exactly what was saved.
     """
 
     def __init__(
@@ -68,6 +73,8 @@ class Replica:
             self._finish.atexit = False
         self.bytes_fetched: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
+        self.lossy_from: set[str] = set()
+        self._quantised: dict[str, QuantisedReader] = {}
         self._passed = PassedOver(info, sources, lease, on_damage)
         self._documents = Documents(info, self._passed, run=run, requests=self.requests, bytes_fetched=self.bytes_fetched)
         self._sources = tuple(sources)
@@ -106,7 +113,7 @@ class Replica:
         on_node: set[str] = set()
         local: set[str] = set()
         for source in self._sources:
-            if source.files is None and not source.expected:
+            if (source.files is None and not source.expected) or source.quantised is not None:
                 continue  # there may be something, nobody promised it
             files = self.index.file_names if source.files is None else source.files
             if source.tier.scope == "node":
@@ -263,8 +270,10 @@ class Replica:
             left: list[tuple[int, int]] = []
             for begin, end in pending:
                 part = view[begin - span.begin : end - span.begin]
+                lossy: frozenset[int] = frozenset()
                 try:
                     async with slots[tier.name]:
+                        lossy = await self._lossy_blocks(source, span.file)
                         self.requests[tier.name] += 1
                         began = tier.speed.now()
                         found = await self._read_far(tier, self.info.attempt.path(span.file), begin, part, verify)
@@ -275,9 +284,11 @@ class Replica:
                     self._passed.note(source, span.file, error, partial(tier.storage.read, self.info.attempt.path(span.file), end - 1, 1))
                     left.append((begin, end))
                     continue
+                if lossy:
+                    self._tell_lossy(source, span.file, begin, end, lossy)
                 if verify:
                     found = found or await asyncio.to_thread(block_digests, part, self.index.block_nbytes)
-                    left.extend(self._bad_blocks(source, await self._documents.entry(span.file), begin, part.nbytes, found))
+                    left.extend(self._bad_blocks(source, await self._documents.entry(span.file), begin, part.nbytes, found, lossy))
             pending = left
             if not pending:
                 return
@@ -299,13 +310,44 @@ class Replica:
         await storage.read_proved(path, begin, part, hash_piece, unit=size)
         return bytes(found)
 
-    def _bad_blocks(self, source: Source, entry: FileEntry, begin: int, nbytes: int, found: bytes) -> list[tuple[int, int]]:
-        """The ranges of the `nbytes` read at `begin` whose blocks, of the digests `found`, are not what the index promises."""
+    async def _lossy_blocks(self, source: Source, file: str) -> frozenset[int]:
+        """The blocks that a quantised copy does not have exactly: the storage proves them, by a footer that is proved here."""
+        if source.quantised is None:
+            return frozenset()
+        reader = self._quantised.get(source.tier.name)
+        if reader is None:
+            reader = QuantisedReader(source.tier, self.info.attempt, source.quantised, self.index.block_nbytes)
+            reader = self._quantised.setdefault(source.tier.name, reader)
+        return await reader.lossy(file)
+
+    def _tell_lossy(self, source: Source, file: str, begin: int, end: int, lossy: frozenset[int]) -> None:
+        """Says once for each tier, aloud, that some of what is read is not what was saved."""
+        name, size = source.tier.name, self.index.block_nbytes
+        if name in self.lossy_from or lossy.isdisjoint(range(begin // size, -(-end // size))):
+            return
+        self.lossy_from.add(name)
+        log.warning(
+            "run=%s step=%d is NOT read exactly: its optimizer's moments come from the quantised copy on tier %s, %s; "
+            "no exact copy gives them (%s)",
+            self.info.run,
+            self.info.step,
+            name,
+            quantised_text(self._quantised[name].told),
+            self._passed.reasons(file) or "no other tier that was reached has one",
+        )
+
+    def _bad_blocks(
+        self, source: Source, entry: FileEntry, begin: int, nbytes: int, found: bytes, lossy: frozenset[int] = frozenset()
+    ) -> list[tuple[int, int]]:
+        """The ranges of the `nbytes` read at `begin` whose blocks, of the digests `found`, are not what the index promises; `lossy` ones
+        can't be."""
         size = self.index.block_nbytes
         first = begin // size
         promised = entry.block_digests[first * DIGEST_NBYTES : first * DIGEST_NBYTES + len(found)]
         bad: list[tuple[int, int]] = []
         for number in bad_blocks(found, promised):
+            if first + number in lossy:
+                continue
             b, e = begin + number * size, min(begin + (number + 1) * size, begin + nbytes)
             if bad and bad[-1][1] == b:
                 bad[-1] = (bad[-1][0], e)
