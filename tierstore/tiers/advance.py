@@ -151,9 +151,11 @@ async def _carry(context: CopyContext, view: AttemptView, rank: int, target: Tie
     part = decode_part(data)
     _check_part(part, attempt, rank)
     files = part.index.files()
+    if target.unchanged_once:
+        context.references.learned(attempt, files, part.index.block_nbytes, whole=part.world_size == 1)
     await check_space(target, sum(f.nbytes for f in files) + len(data))
     for file in files:
-        await copy_file(context, attempt, target, sources, file, part.index.block_nbytes, warn_only)
+        await copy_file(context, attempt, target, sources, file, part.index.block_nbytes, warn_only, refer=True)
     await target.storage.put(attempt.path(part_name(rank)), data)
     if not context.tiers.is_authority(target):
         reach("persist.before-receipt")

@@ -35,9 +35,7 @@ class Known:
         """Whether it may read, or somebody may read it, from the tier, as far as is known."""
         return referrer not in self.gone or tier in self.remains.get(referrer, ()) or tier in self.keep.get(referrer, ())
 
-    def serving(
-        self, referring: Mapping[str, Sequence[Attempt]], tiers: Collection[str] | None = None
-    ) -> dict[str, tuple[Attempt, ...]]:
+    def serving(self, referring: Mapping[str, Sequence[Attempt]], tiers: Collection[str] | None = None) -> dict[str, tuple[Attempt, ...]]:
         """Tier → the referrers that live, the newest first; without tiers of which none does, or which are not in `tiers`."""
         living = {
             tier: tuple(referrer for referrer in referrers if self.lives(referrer, tier))
