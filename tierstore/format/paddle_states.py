@@ -71,6 +71,8 @@ def _spread(scales: Floats) -> Floats:
 
 
 def _second(part: Floats, low: Floats, high: Floats) -> Floats:
+    _finite(low, "second")
+    _finite(high, "second")
     with np.errstate(all="ignore"):
         return _finite(np.square(np.float32(1) / (part * (high - low) + low) - _EPS), "second")
 
