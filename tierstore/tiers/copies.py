@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tierstore.crashpoints import reach
-from tierstore.errors import IntegrityError, NotFoundError, RefusedError, StorageError
+from tierstore.errors import IntegrityError, RefusedError, StorageError
 from tierstore.format.index import FileEntry, Index, decode_index
 from tierstore.format.manifest import FileRecord, Manifest, decode_manifest
 from tierstore.format.record import Record
@@ -19,9 +19,9 @@ from tierstore.storage.contract import FileInfo
 from tierstore.storage.tasks import all_or_none
 from tierstore.tiers.copying import CopyContext, OnDamage, Proof, copy_document, copy_file, read_document
 from tierstore.tiers.log import append, files_told, taken_told
-from tierstore.tiers.log_copies import copy_records
+from tierstore.tiers.log_copies import copy_beside, copy_records
 from tierstore.tiers.log_facts import fold
-from tierstore.tiers.quantised import lossy_files, put_document, quantising
+from tierstore.tiers.quantised import look_at_shards, lossy_files, put_document, quantising
 from tierstore.tiers.quarantine import quarantine
 from tierstore.tiers.space import check_space
 from tierstore.tiers.tier import Tier
@@ -96,8 +96,8 @@ async def copy_payload(context: CopyContext, view: AttemptView, target: Tier, *,
     wanted = quantising(target, manifest.facts, exact=exact)
     if wanted.why_exact:
         log.info("tier=%s checkpoint=%s is stored exact: %s", target.name, attempt.folder, wanted.why_exact)
-    lossy = await lossy_files(target, attempt, [file.name for file in shards if file.name in there])
-    again = set() if wanted.scheme else set(lossy)
+    found = await look_at_shards(target, attempt, [file.name for file in shards if file.name in there])
+    again = {*found.damaged, *(() if wanted.scheme else found.lossy)}
 
     async def shard(file: FileEntry) -> tuple[str, FileInfo]:
         sources = sources_of(context, view, target, file.name)
@@ -110,7 +110,7 @@ async def copy_payload(context: CopyContext, view: AttemptView, target: Tier, *,
 
     copied = dict(await all_or_none([shard(file) for file in shards]))
     quantised = None
-    if wanted.scheme or lossy:
+    if wanted.scheme or again:
         lossy = await lossy_files(target, attempt, [file.name for file in shards])
         if lossy:
             reach("promote.before-quantised")
@@ -153,10 +153,7 @@ async def record_replica(context: CopyContext, view: AttemptView, target: Tier, 
         log.info("tier=%s checkpoint=%s is recorded, or no longer wanted", target.name, view.attempt.folder)
         return
     if not exact:
-        try:
-            await copy_records(context.tiers.authority, target, view.attempt, [record])
-        except (StorageError, NotFoundError, IntegrityError) as error:  # a collection copies it
-            log.info("tier=%s checkpoint=%s its record is not beside it yet: %s", target.name, view.attempt.folder, error.message)
+        await copy_beside(context.tiers.authority, target, view.attempt, record)
 
 
 def _still_wanted(records: Sequence[Record], target: Tier, since: int, *, exact: bool) -> bool:

@@ -211,6 +211,15 @@ _KINDS = (
         hint="run `tierstore sync`, or leave it to the process that wrote it",
         remedy="sync",
     ),
+    FindingKind(
+        code="V124",
+        name="unproved-quantised",
+        severity="damage",
+        meaning="What proves a quantised copy (`quantised.json`, beside the copies of the log) is missing, can't be read, or is not what "
+        "the copy's record names.",
+        hint="run `tierstore repair`: what is not exact there is written anew from an exact copy",
+        remedy="repair",
+    ),
 )
 
 FINDING_KINDS: Mapping[str, FindingKind] = {kind.code: kind for kind in _KINDS}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
-from tierstore.errors import IntegrityError
+from tierstore.errors import IntegrityError, NotFoundError, StorageError
 from tierstore.format.record import Record
 from tierstore.names import Attempt
 from tierstore.tiers.log import parse_record
 from tierstore.tiers.tier import Tier
 
-__all__ = ["copy_records"]
+__all__ = ["copy_beside", "copy_records"]
+
+log = logging.getLogger(__name__)
 
 
 async def copy_records(authority: Tier, target: Tier, attempt: Attempt, records: Iterable[Record], *, dry_run: bool = False) -> int:
@@ -40,3 +43,11 @@ async def copy_records(authority: Tier, target: Tier, attempt: Attempt, records:
         if not dry_run:
             await target.storage.put(path, data)
     return nbytes
+
+
+async def copy_beside(authority: Tier, target: Tier, attempt: Attempt, record: Record) -> None:
+    """Copies a record that proves a copy beside it; where that fails, a collection does it later."""
+    try:
+        await copy_records(authority, target, attempt, [record])
+    except (StorageError, NotFoundError, IntegrityError) as error:
+        log.info("tier=%s checkpoint=%s record=%d is not beside its copy yet: %s", target.name, attempt.folder, record.seq, error.message)

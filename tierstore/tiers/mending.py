@@ -14,7 +14,7 @@ from tierstore.errors import IntegrityError, NotFoundError, TierStoreError
 from tierstore.format.digest import DIGEST_NBYTES, bad_blocks, block_digests
 from tierstore.format.index import FileEntry, Index
 from tierstore.names import Attempt
-from tierstore.storage.contract import FileInfo, Source
+from tierstore.storage.contract import FileInfo, PackHints, Source, WritesPacked
 from tierstore.storage.sources import ThrottledSource
 from tierstore.tiers.budget import ByteBudget
 from tierstore.tiers.copying import CopyContext, Proof
@@ -27,6 +27,7 @@ __all__ = ["Mended", "MendingSource", "Unmended", "mend_document", "mend_shard",
 log = logging.getLogger(__name__)
 
 _AT_ONCE_NBYTES = 8 << 20
+_EXACT = PackHints(exact=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +145,8 @@ async def mend_shard(
     *,
     bad: Collection[int],
     dry_run: bool,
+    hints: PackHints = _EXACT,
+    own: bool = True,
 ) -> Mended | Unmended:
     """Writes a shard anew on `tier`.
 
@@ -156,9 +159,11 @@ async def mend_shard(
         index: For the names of the tensors that are lost.
         bad: Blocks that are known to be bad there; the others are proved while they are read.
         dry_run: Only find out whether it can be done: what is bad is read from the other tiers, nothing is written.
+        hints: For a tier that packs its shards.
+        own: False: nothing is taken from `tier` itself, for its copy is not exact.
     """
     path, block_nbytes = attempt.path(file.name), index.block_nbytes
-    own_nbytes = await _nbytes(tier, path)
+    own_nbytes = await _nbytes(tier, path) if own else 0
     source = MendingSource(
         path=path,
         file=file,
@@ -180,7 +185,7 @@ async def mend_shard(
             limit = context.limits.get(tier.name)
             throttled: Source = source if limit is None else ThrottledSource(source, limit)
             async with context.files:
-                written = await tier.storage.write(path, throttled)
+                written = await _write(tier, path, throttled, hints)
             context.progress(tier.name, attempt, file.name, file.nbytes, file.nbytes)
     except TierStoreError as error:
         if not source.lost:  # the tier's own failure
@@ -208,6 +213,11 @@ async def mend_shard(
         nbytes_written=file.nbytes,
         info=written,
     )
+
+
+async def _write(tier: Tier, path: str, source: Source, hints: PackHints) -> FileInfo:
+    storage = tier.storage
+    return await (storage.write_packed(path, source, hints) if isinstance(storage, WritesPacked) else storage.write(path, source))
 
 
 async def _survey(source: MendingSource, blocks: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from tierstore.config_packing import Scheme
@@ -26,7 +26,10 @@ __all__ = [
     "EXACT",
     "QuantisedReader",
     "Quantising",
+    "Shards",
     "generation_of",
+    "known_scheme",
+    "look_at_shards",
     "lossy_blocks",
     "lossy_files",
     "put_document",
@@ -87,14 +90,21 @@ def quantising(tier: Tier, facts: Mapping[str, Any], *, exact: bool = False) -> 
     return Quantising(scheme=wanted if wanted in _SCHEMES else tier.quantise.scheme, generation=generation + 1)
 
 
-async def lossy_files(tier: Tier, attempt: Attempt, names: Sequence[str]) -> dict[str, PackedFacts]:
-    """Those of a tier's shards that are not exact, and what they say of themselves; a file that is not there is left out.
+@dataclass(slots=True, kw_only=True)
+class Shards:
+    """What a tier's packed shards say of themselves: those that are not exact, and those whose footers are damaged, with what is wrong."""
+
+    lossy: dict[str, PackedFacts] = field(default_factory=dict)
+    damaged: dict[str, IntegrityError] = field(default_factory=dict)
+
+
+async def look_at_shards(tier: Tier, attempt: Attempt, names: Sequence[str]) -> Shards:
+    """Asks a tier's shards what they are; one that is not there is left out.
 
     Raises:
-        IntegrityError: A footer is damaged.
         StorageError: The tier can't be read.
     """
-    storage, found = tier.storage, dict[str, PackedFacts]()
+    storage, found = tier.storage, Shards()
     if not isinstance(storage, WritesPacked):
         return found
 
@@ -103,11 +113,27 @@ async def lossy_files(tier: Tier, attempt: Attempt, names: Sequence[str]) -> dic
             facts = await storage.packed_facts(attempt.path(name))
         except NotFoundError:
             return
+        except IntegrityError as error:
+            found.damaged[name] = error
+            return
         if facts is not None and facts.lossy:
-            found[name] = facts
+            found.lossy[name] = facts
 
     await together(one, names)
     return found
+
+
+async def lossy_files(tier: Tier, attempt: Attempt, names: Sequence[str]) -> dict[str, PackedFacts]:
+    """Those of a tier's shards that are not exact, and what they say of themselves.
+
+    Raises:
+        IntegrityError: A footer is damaged.
+        StorageError: The tier can't be read.
+    """
+    found = await look_at_shards(tier, attempt, names)
+    for error in found.damaged.values():
+        raise error
+    return found.lossy
 
 
 async def put_document(tier: Tier, attempt: Attempt, lossy: Mapping[str, PackedFacts], *, scheme: str, generation: int) -> dict[str, Any]:
@@ -126,6 +152,12 @@ async def put_document(tier: Tier, attempt: Attempt, lossy: Mapping[str, PackedF
         "max_error": copy.max_error,
         "mean_error": copy.mean_error,
     }
+
+
+def known_scheme(told: Mapping[str, Any]) -> str | None:
+    """The scheme of a quantised copy, where it has one; None: it has several, or none that this version knows."""
+    scheme = told.get("scheme")
+    return str(scheme) if scheme in _SCHEMES else None
 
 
 def quantised_text(told: Mapping[str, Any]) -> str:

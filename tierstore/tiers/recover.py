@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 
 from tierstore.clock import Clock
 from tierstore.errors import ConflictError, IntegrityError, NotFoundError, StorageError, TierStoreError
-from tierstore.format.record import Record
+from tierstore.format.record import Record, encode_record
 from tierstore.names import Attempt
 from tierstore.tiers.catalog import CheckpointInfo, scan
 from tierstore.tiers.copies import copy_payload, record_replica
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.locks import RunLock, lock_path
-from tierstore.tiers.log import parse_record
+from tierstore.tiers.log import actor_name, new_nonce, parse_record
 from tierstore.tiers.promote import ReconcileReport, pending, reconcile
 from tierstore.tiers.tier import Tier, Tiers, ensure_tier
 from tierstore.tiers.view import AttemptView, further, observe, staging
@@ -114,15 +114,20 @@ async def _rebuild(context: CopyContext, info: CheckpointInfo, *, dry_run: bool)
     tiers = context.tiers
     nodes = {t.name for t in staging(tiers)}
     dropped = tiers.authority.name in info.dropped
+    lossy = tuple(t.name for t in tiers if info.quantised_on(t.name) is not None and info.replicas.get(t.name) == "quantised")
     holding = [t for t in tiers if info.replicas.get(t.name) == "complete" or (t.name in nodes and t.name in info.receipts)]
     sources = tuple(t.name for t in holding)
-    done = Rebuilt(attempt=info.attempt, sources=sources, records=len(info.records), nbytes=0 if dropped else info.nbytes)
+    left = bool(lossy) and not sources  # what is not exact is never taken for the authority's copy
+    nbytes = 0 if dropped or left else info.nbytes
+    done = Rebuilt(attempt=info.attempt, sources=sources or lossy, records=len(info.records), nbytes=nbytes)
     if dry_run:
         return done
     try:
         view = await _as_the_copies_tell(tiers, info)
         raw = [await _raw_record(tiers, info.attempt, record) for record in info.records]
-        if not dropped:
+        if left:
+            await _record_loss(context, info)
+        elif not dropped:
             await copy_payload(context, view, tiers.authority)
         elif not info.usable:
             return replace(done, error="the authority had dropped its copy, and no tier that was reached has a complete one")
@@ -137,8 +142,31 @@ async def _rebuild(context: CopyContext, info: CheckpointInfo, *, dry_run: bool)
     except TierStoreError as error:
         log.warning("checkpoint=%s can't be rebuilt: %s", info.attempt.folder, error.message)
         return replace(done, error=error.message)
-    log.warning("checkpoint=%s rebuilt from %s", info.attempt.folder, ", ".join(done.sources))
+    if left:
+        log.warning(
+            "checkpoint=%s only its log is rebuilt: the one copy left, on %s, is quantised, and no authority's",
+            info.attempt.folder,
+            lossy[0],
+        )
+    else:
+        log.warning("checkpoint=%s rebuilt from %s", info.attempt.folder, ", ".join(done.sources))
     return done
+
+
+async def _record_loss(context: CopyContext, info: CheckpointInfo) -> None:
+    """Where only quantised copies are left: the authority has none, and is not to have one. The record comes before the log counts."""
+    authority, seq = context.tiers.authority, len(info.records)
+    if authority.name in info.dropped:
+        return
+    data = {"tier": authority.name, "reason": "lost; the copies that are left are quantised"}
+    record = Record(seq=seq, kind="evicted", at=context.clock.now(), nonce=new_nonce(), actor=actor_name(), data=data)
+    path = info.attempt.record_path(seq)
+    try:
+        await authority.storage.create(path, encode_record(record))
+    except ConflictError:
+        earlier = parse_record(await authority.storage.read(path), path, seq)  # an earlier try's
+        if earlier.kind != "evicted" or earlier.data.get("tier") != authority.name:
+            raise
 
 
 async def _as_the_copies_tell(tiers: Tiers, info: CheckpointInfo) -> AttemptView:

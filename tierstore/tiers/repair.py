@@ -12,6 +12,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 from tierstore.clock import Clock
 from tierstore.errors import IntegrityError, NotFoundError, PartialError, RefusedError, TierStoreError
@@ -19,31 +20,33 @@ from tierstore.format.index import Index, decode_index
 from tierstore.format.manifest import Manifest
 from tierstore.format.record import Record
 from tierstore.names import INDEX, MANIFEST, OBJECTS, Attempt
-from tierstore.storage.contract import FileInfo
+from tierstore.storage.contract import FileInfo, PackHints
 from tierstore.tiers.catalog import CheckpointInfo, RecordCache, scan
 from tierstore.tiers.checkpoint import parse_file_name
 from tierstore.tiers.copying import CopyContext, Proof
 from tierstore.tiers.findings import Finding
 from tierstore.tiers.leases import hold_lease
-from tierstore.tiers.log import append, files_told, read_log
+from tierstore.tiers.log import append, files_told, read_log, taken_told
+from tierstore.tiers.log_copies import copy_beside
 from tierstore.tiers.log_facts import LogFacts, fold
 from tierstore.tiers.mending import Mended, Unmended, mend_document, mend_shard
 from tierstore.tiers.mending_documents import remade_documents
 from tierstore.tiers.mending_logs import mend_log_copies, mend_record
 from tierstore.tiers.progress import Progress
+from tierstore.tiers.quantised import QuantisedReader, generation_of, known_scheme, look_at_shards, lossy_files, put_document
 from tierstore.tiers.quarantine import quarantine
 from tierstore.tiers.sources import sources_of
 from tierstore.tiers.tier import Tier, Tiers, ensure_tier
 from tierstore.tiers.together import together
 from tierstore.tiers.verify import LEASE_TTL_S, Level, VerifyReport, log_findings, verify
-from tierstore.tiers.verify_files import Looking, Verifying, good_index, good_manifest, read_blocks
+from tierstore.tiers.verify_files import Looking, Verifying, good_index, good_manifest, lossy_of, read_blocks
 from tierstore.tiers.view import many_disks
 
 __all__ = ["Mended", "RepairReport", "Unmended", "repair"]
 
 log = logging.getLogger(__name__)
 
-_WRITTEN = ("V101", "V102", "V103", "V104", "V113")
+_WRITTEN = ("V101", "V102", "V103", "V104", "V113", "V124")
 _PROVED = ("V109", "V115", "V119")
 
 
@@ -273,7 +276,11 @@ async def _repair_copy(
 ) -> None:
     """Everything of one checkpoint on one tier; the manifest after all that it names, then the log's copies, then the record."""
     attempt, context, dry_run = info.attempt, repairing.context, repairing.dry_run
-    others = [s.tier for s in sources_of(repairing.tiers, info) if s.tier.name != tier.name]
+    sources = [s for s in sources_of(repairing.tiers, info) if s.tier.name != tier.name]
+    others, exact = [s.tier for s in sources], [s.tier for s in sources if s.quantised is None]
+    told = info.quantised_on(tier.name)
+    hints = PackHints(exact=True) if told is None else PackHints(scheme=known_scheme(told))
+    unproved = any(f.code == "V124" for f in findings)
     wanted = {f.file: f for f in findings if f.file and f.code in (*_WRITTEN, *_PROVED)}
     whole, share = any(f.code == "V113" for f in findings), _is_share(info, tier)
     results: list[Mended | Unmended] = []
@@ -281,7 +288,13 @@ async def _repair_copy(
         if wanted or whole:
             results.append(Unmended(attempt=attempt, tier=tier.name, file=MANIFEST, reason="no tier has the manifest of this checkpoint"))
     else:
-        chosen = [f for f in manifest.files if f.name in wanted or (whole and (not share or _of_ranks(f.name, info, tier)))]
+        shards = [f.name for f in manifest.files if f.kind == "shard"]
+        lossy = (await look_at_shards(tier, attempt, shards)).lossy if told is not None else {}
+        anew = set(lossy) if unproved else set()  # nothing else proves them
+        chosen = [
+            f for f in manifest.files if f.name in wanted or f.name in anew or (whole and (not share or _of_ranks(f.name, info, tier)))
+        ]
+        reader = None if told is None else QuantisedReader(tier, attempt, told, manifest.block_nbytes)
 
         async def shard(name: str) -> Mended | Unmended:
             if index is None:
@@ -289,14 +302,19 @@ async def _repair_copy(
             about = [f for f in findings if f.file == name]
             bad = {b for f in about for b in f.blocks}
             entry = index.file(name)
-            if about and all(f.code in _PROVED for f in about):
+            if about and name not in anew and all(f.code in _PROVED for f in about):
                 looking = Looking(work=repairing.work, tier=tier.name, info=info)
                 async with repairing.work.in_flight:
-                    await read_blocks(looking, attempt, tier, entry, index.block_nbytes, whole=True)
+                    lossy = await lossy_of(looking, attempt, reader, name, index.block_nbytes)
+                    await read_blocks(looking, attempt, tier, entry, index.block_nbytes, whole=True, lossy=lossy)
                 bad = {b for f in looking.findings for b in f.blocks}
-                if name in looking.proved:
+                if name in looking.proved and not looking.findings:
                     return Mended(attempt=attempt, tier=tier.name, file=name)
-            return await mend_shard(context, attempt, tier, others, entry, index, bad=bad, dry_run=dry_run)
+            if told is not None and not exact:
+                reason = "this copy is quantised, and no tier has an exact one that it could be made anew from"
+                return Unmended(attempt=attempt, tier=tier.name, file=name, reason=reason)
+            own = told is None
+            return await mend_shard(context, attempt, tier, exact, entry, index, bad=bad, dry_run=dry_run, hints=hints, own=own)
 
         async def document(name: str, proof: Proof) -> Mended | Unmended:
             return await mend_document(context, attempt, tier, others, name, proof, made=made.get(name), dry_run=dry_run)
@@ -317,7 +335,7 @@ async def _repair_copy(
         good = repairing.take(await mend_log_copies(repairing.tiers, attempt, tier, records, dry_run=dry_run))
     if good and not dry_run and manifest is not None:
         try:
-            await _record(repairing, info, tier, records, manifest, results)
+            await _record(repairing, info, tier, records, manifest, results, unproved=unproved)
         except TierStoreError as error:
             repairing.take(Unmended(attempt=attempt, tier=tier.name, file="", reason=error.message, exit_code=error.exit_code))
 
@@ -342,10 +360,14 @@ async def _record(
     records: Sequence[Record],
     manifest: Manifest,
     results: Sequence[Mended | Unmended],
+    *,
+    unproved: bool,
 ) -> None:
     """Records the copy as good, with what the server says of each file now: only where the log says anything else."""
     facts, attempt = fold(records), info.attempt
-    changed = bool(results) and not tier.storage.capabilities.local
+    quantised = info.quantised_on(tier.name)
+    written = {r.file for r in results if isinstance(r, Mended) and r.nbytes_written}
+    changed = (bool(results) and not tier.storage.capabilities.local) or (quantised is not None and (unproved or bool(written)))
     if not (facts.quarantined_on(tier.name) or changed) or many_disks(repairing.tiers, tier, info.world_size):
         return
     known = {r.file: r.info for r in results if isinstance(r, Mended) and r.info is not None}
@@ -354,6 +376,8 @@ async def _record(
         return name, known.get(name) or await tier.storage.stat(attempt.path(name))
 
     files = dict(await together(said, sorted([*(f.name for f in manifest.files), MANIFEST])))
+    if quantised is not None:
+        quantised = await _proof_of(info, tier, manifest, quantised, written, unproved=unproved)
 
     def still(now: Sequence[Record]) -> bool:
         state = fold(now)
@@ -363,12 +387,39 @@ async def _record(
     data = {
         "tier": tier.name,
         **files_told(files),
-        "repaired": sorted(r.file for r in results if isinstance(r, Mended) and r.nbytes_written),
+        **taken_told(files),
+        "repaired": sorted(written),
+        **({} if quantised is None else {"quantised": quantised}),
     }
     try:
         storage = repairing.tiers.authority.storage
-        await append(storage, attempt, "replicated", data, clock=repairing.context.clock, allow=still)
+        record = await append(storage, attempt, "replicated", data, clock=repairing.context.clock, allow=still)
     except RefusedError:
         log.info("tier=%s checkpoint=%s was decided about while it was repaired", tier.name, attempt.folder)
         return
+    if quantised is not None:
+        await copy_beside(repairing.tiers.authority, tier, attempt, record)
     repairing.proved.append((attempt, tier.name))
+
+
+async def _proof_of(
+    info: CheckpointInfo, tier: Tier, manifest: Manifest, told: Mapping[str, Any], written: Collection[str], *, unproved: bool
+) -> Mapping[str, Any] | None:
+    """What proves a quantised copy of which some shards were written anew; None: all of it is exact by now.
+
+    Raises:
+        IntegrityError: A shard that was not written anew is not proved by what proved the copy so far.
+        StorageError: The tier failed.
+    """
+    lossy = await lossy_files(tier, info.attempt, [f.name for f in manifest.files if f.kind == "shard"])
+    if not lossy:
+        await tier.storage.delete([info.attempt.quantised_path])
+        return None
+    if not (unproved or written) and "digest" in told:
+        return told
+    reader = QuantisedReader(tier, info.attempt, told, manifest.block_nbytes)
+    for name in lossy:
+        if name not in written:
+            await reader.lossy(name)
+    generation = told.get("generation") if type(told.get("generation")) is int else generation_of(manifest.facts) + 1
+    return await put_document(tier, info.attempt, lossy, scheme=str(told.get("scheme", "")), generation=int(generation or 1))

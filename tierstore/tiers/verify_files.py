@@ -14,7 +14,7 @@ from tierstore.errors import AccessError, IntegrityError, NotFoundError, Storage
 from tierstore.format.digest import DIGEST_NBYTES, bad_blocks, block_digests, digest_of
 from tierstore.format.index import FileEntry, Index, decode_index
 from tierstore.format.manifest import FileRecord, Manifest, decode_manifest
-from tierstore.names import MANIFEST, Attempt
+from tierstore.names import MANIFEST, QUANTISED, Attempt
 from tierstore.storage.contract import FileInfo
 from tierstore.tiers.budget import ByteBudget
 from tierstore.tiers.checkpoint import CheckpointInfo, parse_file_name
@@ -23,11 +23,12 @@ from tierstore.tiers.findings import Finding
 from tierstore.tiers.log import read_record
 from tierstore.tiers.log_facts import LogFacts, fold
 from tierstore.tiers.progress import NO_PROGRESS, Progress
+from tierstore.tiers.quantised import QuantisedReader, lossy_blocks, lossy_files
 from tierstore.tiers.tier import Tier, Tiers
 from tierstore.tiers.together import together
 from tierstore.tiers.view import further
 
-__all__ = ["Level", "Looking", "Verifying", "good_index", "good_manifest", "read_blocks", "runs_of", "verify_copy"]
+__all__ = ["Level", "Looking", "Verifying", "good_index", "good_manifest", "lossy_of", "read_blocks", "runs_of", "verify_copy"]
 
 log = logging.getLogger(__name__)
 
@@ -114,8 +115,9 @@ async def verify_copy(looking: Looking, info: CheckpointInfo, tier: Tier) -> Non
     work.files += len(expected)
     changed = await _changed_objects(looking, info, tier, sound, await _recorded_facts(looking, info, tier, facts))
     index = await _index(looking, info, tier, manifest, sound)
+    reader = await _quantised(looking, info, tier, manifest.block_nbytes)
     if work.level != "quick":
-        await _read_payload(looking, info, tier, manifest, sound, index)
+        await _read_payload(looking, info, tier, manifest, sound, index, reader)
     for name, detail in changed.items():
         bad = any(f.file == name and f.code in ("V101", "V103") for f in looking.findings)
         if not bad:  # a bad block says more than a changed checksum
@@ -259,15 +261,52 @@ async def good_index(tiers: Tiers, info: CheckpointInfo, manifest: Manifest, *, 
     return None
 
 
+async def _quantised(looking: Looking, info: CheckpointInfo, tier: Tier, block_nbytes: int) -> QuantisedReader | None:
+    """What proves a copy that is not exact; None: it is exact."""
+    told = info.quantised_on(tier.name)
+    if told is None:
+        return None
+    reader = QuantisedReader(tier, info.attempt, told, block_nbytes)
+    try:
+        await reader.document()
+    except IntegrityError as error:
+        looking.note("V124", QUANTISED, error.message)
+    return reader
+
+
+async def lossy_of(looking: Looking, attempt: Attempt, reader: QuantisedReader | None, name: str, block_nbytes: int) -> frozenset[int]:
+    """The blocks of a shard that its digests can't prove. What does not prove them is a finding; they are left to their own footer then."""
+    if reader is None:
+        return frozenset()
+    try:
+        return await reader.lossy(name)
+    except IntegrityError as error:
+        if not any(f.code == "V124" for f in looking.findings):
+            looking.note("V103", name, error.message)
+    try:
+        found = await lossy_files(reader.tier, attempt, [name])
+    except IntegrityError as error:
+        looking.note("V103", name, error.message)
+        return frozenset()
+    return lossy_blocks(found[name], block_nbytes) if name in found else frozenset()
+
+
 async def _read_payload(
-    looking: Looking, info: CheckpointInfo, tier: Tier, manifest: Manifest, sound: Sequence[FileRecord], index: Index | None
+    looking: Looking,
+    info: CheckpointInfo,
+    tier: Tier,
+    manifest: Manifest,
+    sound: Sequence[FileRecord],
+    index: Index | None,
+    reader: QuantisedReader | None,
 ) -> None:
     async def one(file: FileRecord) -> None:
         async with looking.work.in_flight:
             if file.kind != "shard":
                 await _read_document(looking, info.attempt, tier, file, manifest.block_nbytes)
             elif index is not None:
-                await read_blocks(looking, info.attempt, tier, index.file(file.name), manifest.block_nbytes)
+                lossy = await lossy_of(looking, info.attempt, reader, file.name, manifest.block_nbytes)
+                await read_blocks(looking, info.attempt, tier, index.file(file.name), manifest.block_nbytes, lossy=lossy)
 
     await together(one, [f for f in sound if f.kind != "index"], at_once=_HEADS_AT_ONCE)
 
@@ -286,8 +325,18 @@ async def _read_document(looking: Looking, attempt: Attempt, tier: Tier, file: F
         looking.proved.add(file.name)
 
 
-async def read_blocks(looking: Looking, attempt: Attempt, tier: Tier, file: FileEntry, block_nbytes: int, *, whole: bool = False) -> None:
-    """Reads the wanted blocks of a shard (`whole`: all of them), and names the bad ones, neighbours together."""
+async def read_blocks(
+    looking: Looking,
+    attempt: Attempt,
+    tier: Tier,
+    file: FileEntry,
+    block_nbytes: int,
+    *,
+    whole: bool = False,
+    lossy: frozenset[int] = frozenset(),
+) -> None:
+    """Reads the wanted blocks of a shard (`whole`: all of them), and names the bad ones, neighbours together; `lossy` ones have no digest
+    that they could match, and are proved by the storage."""
     work, bad, unread = looking.work, [], False
     whole = whole or work.level == "full"
     for first, last in runs_of(_wanted(work, file, whole=whole), max(1, _READ_NBYTES // block_nbytes)):
@@ -306,7 +355,8 @@ async def read_blocks(looking: Looking, attempt: Attempt, tier: Tier, file: File
             unread = True
             continue
         found = await asyncio.to_thread(block_digests, buffer, block_nbytes)
-        bad += [first + number for number in bad_blocks(found, file.block_digests[first * DIGEST_NBYTES : last * DIGEST_NBYTES])]
+        differ = bad_blocks(found, file.block_digests[first * DIGEST_NBYTES : last * DIGEST_NBYTES])
+        bad += [first + number for number in differ if first + number not in lossy]
         work.nbytes_read += end - begin
         work.progress(tier.name, attempt, file.name, min(end, file.nbytes - 1), file.nbytes)
     for first, last in runs_of(bad, len(bad) or 1):
