@@ -124,7 +124,7 @@ class References:
         return tuple(sorted(allowed, key=lambda piece: piece.begin))
 
     async def _base(self, tiers: Tiers, attempt: Attempt, target: Tier) -> Attempt | None:
-        """The newest earlier checkpoint that is whole on the target. Only what was saved earlier is referred to: so there are no circles."""
+        """The newest that is whole on the target, of those that were saved earlier: so references never go in circles."""
         key = target.name, attempt
         if key not in self._bases:
             own = self._copied.setdefault((attempt.run, target.name), [])

@@ -14,7 +14,7 @@ from tierstore.format.record import Record
 from tierstore.names import Attempt
 from tierstore.tiers.log_facts import fold
 
-__all__ = ["Known", "attempt_of", "fold_references", "serves_text"]
+__all__ = ["Known", "attempt_of", "fold_references", "kept_for", "kept_text"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +62,15 @@ def attempt_of(folder: str) -> Attempt | None:
     return Attempt.parse(run, name)
 
 
-def serves_text(referrers: Iterable[Attempt]) -> str:
+def kept_for(referrers: Iterable[Attempt]) -> str:
     """For people, e.g. ``kept for step 12``: whom bytes serve that stay."""
     steps = sorted({referrer.step for referrer in referrers}, reverse=True)
-    some = ", ".join(map(str, steps[:3]))
-    return f"kept for step {some}" if len(steps) <= 3 else f"kept for steps {some} and {len(steps) - 3} more"
+    named = ", ".join(map(str, steps[:3])) + (f" and {len(steps) - 3} more" if len(steps) > 3 else "")
+    return f"kept for step{'s' if len(steps) > 1 else ''} {named}"
+
+
+def kept_text(serves: Mapping[str, Sequence[Attempt]]) -> str:
+    """For people: which of a checkpoint's bytes stay, and for whom; empty: none do."""
+    if not serves:
+        return ""
+    return f"its bytes on {', '.join(sorted(serves))} are {kept_for(r for referrers in serves.values() for r in referrers)}"

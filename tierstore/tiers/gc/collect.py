@@ -13,32 +13,36 @@ from typing import Any, TypeVar
 
 from tierstore.clock import when_text
 from tierstore.errors import RefusedError, TierStoreError
-from tierstore.format.record import Record
 from tierstore.names import Attempt
 from tierstore.tiers.bring import BRING
-from tierstore.tiers.checkpoint import CheckpointInfo
+from tierstore.tiers.checkpoint import CheckpointInfo, Reduced
 from tierstore.tiers.gc.brakes import check_ground, newest_of
 from tierstore.tiers.gc.deleting import Emptying, Found, Remover, find
-from tierstore.tiers.gc.evict import continue_eviction, decide_eviction, finish_eviction, preview_eviction
+from tierstore.tiers.gc.evict import continue_eviction, decide_eviction, finish_eviction, preview_eviction, spared
 from tierstore.tiers.gc.housekeeping import Housekeeping, Situation, as_due, look, plan_of
 from tierstore.tiers.gc.log_round import LogRound, copy_logs
 from tierstore.tiers.gc.orphans import condemn, confirm_condemned, orphan_job, why_it_stays
 from tierstore.tiers.gc.prune import carry_out
+from tierstore.tiers.gc.referring import living_referrers
 from tierstore.tiers.gc.reports import CollectReport, Failed, Freed, Tended
 from tierstore.tiers.gc.sweep import (
+    Gone,
+    decide_again,
     decide_sweep,
     held_by_readers,
+    keep_log,
     names_to_record,
     none_to_go_back_to,
-    read_swept,
+    read_gone,
     readers_of,
     sweep_job,
     to_trim,
 )
 from tierstore.tiers.gc.tally import Tally
 from tierstore.tiers.leftovers import sweep_leftovers
-from tierstore.tiers.log import read_log, swept_in
+from tierstore.tiers.log import gone_in, read_log
 from tierstore.tiers.log_facts import fold
+from tierstore.tiers.referrers import kept_text
 from tierstore.tiers.retention import PlanEntry, Reason
 from tierstore.tiers.tier import Tier
 from tierstore.tiers.together import together
@@ -121,6 +125,7 @@ async def _collect(
     await work.remove_dead_leases()
     await work.finish_swept()
     await work.finish_condemned()
+    await work.finish_reduced()
     await work.finish_evictions()
     if h.policy is not None:
         seen = as_due(situation) if now else situation
@@ -188,10 +193,26 @@ class _Collecting:
 
     async def finish_swept(self) -> None:
         """Removes what is left of checkpoints that were swept: an interrupted sweep's rest, what a late writer put there, old records."""
-        left = [attempt for attempt in self._seen.catalog.swept if self._left_on(attempt)]
+        catalog = self._seen.catalog
+        left = [attempt for attempt in catalog.swept if attempt not in catalog.reduced and self._left_on(attempt)]
         for some in _parts(left):
-            found = await together(lambda a: self._try(a, "", read_swept(self._h, a)), some, at_once=_AT_ONCE)
-            await self._empty_swept({a: record for a, record in zip(some, found, strict=True) if record is not None})
+            found = await together(lambda a: self._try(a, "", read_gone(self._h, a)), some, at_once=_AT_ONCE)
+            await self._empty_swept({a: gone for a, gone in zip(some, found, strict=True) if gone is not None})
+
+    async def finish_reduced(self) -> None:
+        """Looks again at those of which shards stay for others; when nobody refers to them any more they go, too."""
+        found = [reduced for reduced in self._seen.catalog.reduced.values() if not reduced.authority_lost]
+        decide = self._h.shared and not self._dry_run
+
+        async def again(reduced: Reduced) -> Gone | None:
+            return await self._try(reduced.attempt, "", decide_again(self._h, self._seen, reduced, decide=decide))
+
+        for some in _parts([reduced for reduced in found if self._h.shared or self._left_on(reduced.attempt)]):
+            ends = await together(again, some, at_once=_AT_ONCE)
+            for reduced, gone in zip(some, ends, strict=True):
+                if gone is not None and gone.keep and self._h.shared:
+                    self.waiting.append((reduced.attempt, f"deleted, but {kept_text(reduced.serves) or 'others refer to its bytes'}"))
+            await self._empty_swept({reduced.attempt: gone for reduced, gone in zip(some, ends, strict=True) if gone is not None})
 
     async def finish_condemned(self) -> None:
         """Removes what is left of condemned attempts."""
@@ -237,21 +258,34 @@ class _Collecting:
                 await self._preview_sweep(some)
                 continue
             found = await together(lambda info: self._swept(info, reasons[info.attempt]), some, at_once=_AT_ONCE)
-            await self._empty_swept({info.attempt: record for info, record in zip(some, found, strict=True) if record is not None})
+            await self._empty_swept({info.attempt: gone for info, gone in zip(some, found, strict=True) if gone is not None})
 
-    async def _swept(self, info: CheckpointInfo, reasons: Sequence[Reason]) -> Record | None:
-        return await self._try(info.attempt, "", decide_sweep(self._h, info, reasons))
+    async def _swept(self, info: CheckpointInfo, reasons: Sequence[Reason]) -> Gone | None:
+        return await self._try(info.attempt, "", decide_sweep(self._h, self._seen, info, reasons))
 
     async def _preview_sweep(self, infos: Sequence[CheckpointInfo]) -> None:
-        names = await together(lambda info: self._try(info.attempt, "", names_to_record(self._h, info)), infos, at_once=_AT_ONCE)
-        await self._remove(
-            [
-                Emptying(attempt=info.attempt, tier=tier, kind="sweep", why="", named=frozenset(named))
-                for info, named in zip(infos, names, strict=True)
-                if named is not None
+        async def one(info: CheckpointInfo) -> list[Emptying] | None:
+            named = await self._try(info.attempt, "", names_to_record(self._h, info))
+            living = await self._try(info.attempt, "", living_referrers(self._h, self._seen, info.records, decide=False))
+            if named is None or living is None:
+                return None
+            if living:
+                self.waiting.append((info.attempt, f"would be deleted, but {kept_text(living)}"))
+            return [
+                Emptying(
+                    attempt=info.attempt,
+                    tier=tier,
+                    kind="sweep",
+                    why="",
+                    named=frozenset(named),
+                    keep_shards=tier.name in living,
+                    keep_log=tier.name in living,
+                )
                 for tier in self._own
             ]
-        )
+
+        found = await together(one, infos, at_once=_AT_ONCE)
+        await self._remove([job for jobs in found if jobs is not None for job in jobs])
 
     async def drop(self, entries: Sequence[PlanEntry]) -> None:
         """Drops the copies that the plan lets go; of one checkpoint one after the other, each upon the copies that stand then."""
@@ -288,8 +322,10 @@ class _Collecting:
 
     # ---- freeing
 
-    async def _empty_swept(self, swept: Mapping[Attempt, Record]) -> None:
+    async def _empty_swept(self, swept: Mapping[Attempt, Gone]) -> None:
         """Frees swept checkpoints that nobody reads, then trims the logs of those of which nothing is left on the shared tiers."""
+        if not swept:
+            return
         try:
             reading = await readers_of(self._h, swept, 0.0 if self._dry_run else self._wait_s)
         except TierStoreError as error:  # not known who reads them: nothing of them may go
@@ -297,12 +333,19 @@ class _Collecting:
             return
         for attempt, readers in reading.items():
             self.waiting.append((attempt, f"swept, but read by {', '.join(reader.holder for reader in readers)}"))
-        free = {a: record for a, record in swept.items() if a not in reading and not self._is_protected(a)}
-        jobs = [sweep_job(attempt, tier, record) for attempt, record in free.items() for tier in self._own]
+        free = {a: gone for a, gone in swept.items() if a not in reading and not self._is_protected(a)}
+        jobs = [sweep_job(attempt, tier, gone) for attempt, gone in free.items() for tier in self._own]
+        if not self._dry_run:
+            said = await together(lambda job: self._says_so(job, free[job.attempt]), jobs, at_once=_AT_ONCE)
+            jobs = [job for job, ok in zip(jobs, said, strict=True) if ok]
         done = await self._remove(jobs)
         if self._dry_run or not self._h.shared:
             return
-        clean = {attempt for attempt in free if all((attempt, tier.name) in done for tier in self._h.own if tier.name not in self._nodes)}
+        clean = {
+            attempt
+            for attempt in free
+            if not free[attempt].keep and all((attempt, tier.name) in done for tier in self._h.own if tier.name not in self._nodes)
+        }
         try:
             trims = await to_trim(self._h, {attempt: free[attempt] for attempt in clean})
             ends = await self._remover.remove(trims)
@@ -314,6 +357,10 @@ class _Collecting:
             for one, end in zip(trims, ends, strict=True)
             if end is not None
         ]
+
+    async def _says_so(self, job: Emptying, gone: Gone) -> bool | None:
+        """Whether a tier may lose all but the shards of a checkpoint: what it keeps of the log tells why only they are there."""
+        return True if not job.keep_log else await self._try(job.attempt, job.tier.name, keep_log(self._h, job.attempt, job.tier, gone))
 
     async def _empty_condemned(self, attempts: Sequence[Attempt], *, everywhere: bool = False) -> None:
         for some in _parts(attempts):
@@ -329,6 +376,14 @@ class _Collecting:
         return [attempt for attempt, ok in zip(attempts, kept, strict=True) if ok]
 
     async def _evict(self, jobs: Sequence[Emptying]) -> None:
+        async def spare(job: Emptying) -> Emptying | None:
+            return await self._try(job.attempt, job.tier.name, spared(self._h, self._seen, job, decide=not self._dry_run))
+
+        asked = await together(spare, jobs, at_once=_AT_ONCE)
+        jobs = [job for job in asked if job is not None]
+        for job in jobs:
+            if job.keep_shards:
+                self.waiting.append((job.attempt, kept_text({job.tier.name: job.referrers})))
         done = await self._remove(jobs)
         if self._dry_run:
             return
@@ -353,7 +408,10 @@ class _Collecting:
 
     def _note_freed(self, one: Found) -> None:
         job, nbytes = one.job, sum(info.taken_nbytes for info in one.files)
-        self.freed.append(Freed(attempt=job.attempt, tier=job.tier.name, kind=job.kind, files=len(one.files), nbytes=nbytes))
+        kept_for = job.referrers if job.keep_shards else ()
+        self.freed.append(
+            Freed(attempt=job.attempt, tier=job.tier.name, kind=job.kind, files=len(one.files), nbytes=nbytes, kept_for=kept_for)
+        )
         where = f"tier={job.tier.name} checkpoint={job.attempt.folder} kind={job.kind}"
         level = logging.DEBUG if self._dry_run else logging.INFO
         log.log(level, "%s files=%d nbytes=%d freed", where, len(one.files), nbytes)
@@ -376,8 +434,8 @@ class _Collecting:
     async def _take_back(self, attempt: Attempt, tier: Tier) -> None:
         """Removes what was copied beside a copy that somebody let go at that moment."""
         records = await self._try(attempt, "", read_log(self._h.tiers.authority.storage, attempt))
-        if records and (swept := swept_in(records)) is not None:
-            await self._empty_swept({attempt: swept})
+        if records and (record := gone_in(records)) is not None:
+            await self._empty_swept({attempt: Gone(record=record, records=records, keep=fold(records).reduced or frozenset())})
         elif records and (job := await self._continued(attempt, tier)) is not None:
             await self._evict([job])
 

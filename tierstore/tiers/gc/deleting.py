@@ -49,6 +49,9 @@ class Emptying:
         kind: What it is part of.
         why: What allows it, for the audit log: a record.
         named: Files outside our grammar that the record gives by name, relative to the attempt's folder.
+        referrers: Who may refer to its shards there, by the log upon which it goes; whether they live is asked before anything goes.
+        keep_shards: Its shards stay, for somebody does.
+        keep_log: The copies of its log stay, to say so where the authority is lost.
     """
 
     attempt: Attempt
@@ -56,6 +59,9 @@ class Emptying:
     kind: FreedKind
     why: str
     named: frozenset[str] = frozenset()
+    referrers: tuple[Attempt, ...] = ()
+    keep_shards: bool = False
+    keep_log: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +93,8 @@ async def find(h: Housekeeping, job: Emptying) -> Found:
     foreign: list[str] = []
     for info in await job.tier.storage.list(job.attempt.folder):
         name = info.path.removeprefix(f"{job.attempt.folder}/")
+        if job.keep_shards and (parsed := parse_file_name(name)) is not None and parsed[0] == "shard":
+            continue
         step = _payload_step(name, job.named)
         steps[step].append(info) if step else foreign.append(info.path)
     if not h.tiers.is_authority(job.tier):
@@ -95,6 +103,8 @@ async def find(h: Housekeeping, job: Emptying) -> Found:
             log_step = _log_step(leaf)
             if leaf == EVICTED and job.kind == "evict":
                 continue  # it says that the copy was dropped, for as long as the checkpoint is there
+            if job.keep_log and record_seq(leaf) is not None:
+                continue
             steps[log_step].append(info) if log_step else foreign.append(info.path)
     return Found(job=job, steps={step: tuple(files) for step, files in steps.items()}, foreign=tuple(foreign))
 
@@ -196,7 +206,11 @@ class Remover:
             await self._delete(tier, [info.path for one in found for info in one.steps.get(step, ())])
             reach(f"delete.after-{step}")
         # An empty folder of a deletion that was interrupted goes with the name that may have been its last.
-        hollow = [one.job.attempt.path(MANIFEST) for one in found if "payload" in one.steps and not (one.files or one.foreign)]
+        hollow = [
+            one.job.attempt.path(MANIFEST)
+            for one in found
+            if "payload" in one.steps and not (one.files or one.foreign or one.job.keep_shards)
+        ]
         await self._delete(tier, hollow)
 
     async def _delete(self, tier: Tier, paths: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tierstore.clock import utc_text
 from tierstore.crashpoints import reach
@@ -20,15 +21,17 @@ from tierstore.names import Attempt
 from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.gc.brakes import check_ground
 from tierstore.tiers.gc.deleting import Emptying, Remover, find
-from tierstore.tiers.gc.housekeeping import Housekeeping, look
+from tierstore.tiers.gc.housekeeping import Housekeeping, Situation, look
+from tierstore.tiers.gc.referring import living_on
 from tierstore.tiers.gc.reports import Freed
 from tierstore.tiers.gc.standing import Standing, copies_standing
 from tierstore.tiers.log import actor_name, append, read_log
 from tierstore.tiers.log_facts import Hold, LogFacts, fold
+from tierstore.tiers.referrers import fold_references
 from tierstore.tiers.tier import Tier, ensure_tier
 from tierstore.tiers.view import staging
 
-__all__ = ["Freed", "continue_eviction", "decide_eviction", "evict", "finish_eviction", "preview_eviction"]
+__all__ = ["Freed", "continue_eviction", "decide_eviction", "evict", "finish_eviction", "preview_eviction", "spared"]
 
 _TRIES = 4
 
@@ -71,6 +74,7 @@ async def evict(h: Housekeeping, info: CheckpointInfo, tier: Tier | str, *, reas
             tier=target.name,
         )
     job = await (preview_eviction if dry_run else decide_eviction)(h, info.attempt, target, reason or "by hand")
+    job = await spared(h, situation, job, decide=not dry_run)
     found = await find(h, job)
     if not dry_run:
         failure = (await Remover(h, situation.catalog.known).remove([found]))[0]
@@ -78,8 +82,28 @@ async def evict(h: Housekeeping, info: CheckpointInfo, tier: Tier | str, *, reas
             raise failure
         await finish_eviction(h, job)
     return Freed(
-        attempt=info.attempt, tier=target.name, kind="evict", files=len(found.files), nbytes=sum(f.taken_nbytes for f in found.files)
+        attempt=info.attempt,
+        tier=target.name,
+        kind="evict",
+        files=len(found.files),
+        nbytes=sum(f.taken_nbytes for f in found.files),
+        kept_for=job.referrers if job.keep_shards else (),
     )
+
+
+async def spared(h: Housekeeping, situation: Situation, job: Emptying, *, decide: bool = True) -> Emptying:
+    """The same, but for the shards where somebody refers to them: nobody new can, since the log lets the copy go.
+
+    `decide`: as for `living_referrers`.
+
+    Raises:
+        StorageError: A tier can't be listed: nothing may go.
+        IntegrityError: A referrer's fate can't be read.
+    """
+    if not job.referrers:
+        return job
+    living = await living_on(h, situation, job.tier.name, job.referrers, decide=decide)
+    return replace(job, referrers=living, keep_shards=bool(living))
 
 
 async def decide_eviction(h: Housekeeping, attempt: Attempt, tier: Tier, reason: str) -> Emptying:
@@ -115,7 +139,8 @@ async def preview_eviction(h: Housekeeping, attempt: Attempt, tier: Tier, reason
     ongoing = await continue_eviction(h, attempt, tier, records)
     if ongoing is None:
         copies = await _check(h, attempt, tier, fold(records))
-        ongoing = Emptying(attempt=attempt, tier=tier, kind="evict", why=reason, named=frozenset(copies.named))
+        referrers = fold_references(records).get(tier.name, ())
+        ongoing = Emptying(attempt=attempt, tier=tier, kind="evict", why=reason, named=frozenset(copies.named), referrers=referrers)
     return ongoing
 
 
@@ -137,7 +162,14 @@ async def continue_eviction(h: Housekeeping, attempt: Attempt, tier: Tier, recor
     own = [r for r in records if r.kind == "evicting" and r.data.get("tier") == tier.name]
     named = {name for r in own for name in _texts(r.data.get("files"))}
     number = f" by record {own[-1].seq:06d}" if own else ""
-    return Emptying(attempt=attempt, tier=tier, kind="evict", why=f"evicting from {tier.name}{number}", named=frozenset(named))
+    return Emptying(
+        attempt=attempt,
+        tier=tier,
+        kind="evict",
+        why=f"evicting from {tier.name}{number}",
+        named=frozenset(named),
+        referrers=fold_references(records).get(tier.name, ()),
+    )
 
 
 async def finish_eviction(h: Housekeeping, job: Emptying) -> None:
@@ -207,7 +239,8 @@ async def _win(h: Housekeeping, attempt: Attempt, tier: Tier, reason: str, copie
     record = await append(h.tiers.authority.storage, attempt, "evicting", data, clock=h.clock, after=records[-1].seq)
     reach("evict.after-evicting")
     why = f"evicting from {tier.name} by record {record.seq:06d}"
-    return Emptying(attempt=attempt, tier=tier, kind="evict", why=why, named=frozenset(copies.named))
+    referrers = fold_references(records).get(tier.name, ())
+    return Emptying(attempt=attempt, tier=tier, kind="evict", why=why, named=frozenset(copies.named), referrers=referrers)
 
 
 async def _mark(h: Housekeeping, attempt: Attempt, tier: Tier, reason: str, copies: Standing) -> Emptying:

@@ -18,13 +18,17 @@ FreedKind = Literal["evict", "sweep", "orphan"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Freed:
-    """What was removed from one tier (in a dry run: would be): how many files, and how many bytes they had."""
+    """What was removed from one tier (in a dry run: would be): how many files, and how many bytes they had.
+
+    `kept_for`: the checkpoints that refer to its shards there, which stay for as long as one of those lives.
+    """
 
     attempt: Attempt
     tier: str
     kind: FreedKind
     files: int
     nbytes: int
+    kept_for: tuple[Attempt, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
