@@ -1,0 +1,82 @@
+"""Whose files still refer to a checkpoint's shards on a tier: asked before these go (`tests/protocols/model_references.py`).
+
+The order is what holds. First the checkpoint's log, up to a number upon which its end is then won; then each referrer's fate, which never
+changes back; then whether anything of the referrer lies on the tier. In doubt it lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tierstore.errors import NotFoundError
+from tierstore.format.record import Record
+from tierstore.names import Attempt
+from tierstore.tiers.checkpoint import IncompleteAttempt, parse_file_name
+from tierstore.tiers.gc.housekeeping import Housekeeping, Situation
+from tierstore.tiers.gc.orphans import condemn, why_it_stays
+from tierstore.tiers.referrers import fold_references
+from tierstore.tiers.together import together
+
+__all__ = ["living_on", "living_referrers"]
+
+_AT_ONCE = 16
+
+
+async def living_referrers(
+    h: Housekeeping, situation: Situation, records: Sequence[Record], *, decide: bool = True
+) -> dict[str, tuple[Attempt, ...]]:
+    """Tier → who may still read a checkpoint's shards there, newest first; without tiers where nobody does.
+
+    Args:
+        h: Who collects.
+        situation: What was seen before or after the records were read; what is known as living lives.
+        records: The checkpoint's log: who is not in it may not refer to it, if its end is won upon its last number.
+        decide: Win the fate of referrers of which nothing was ever heard and that are old enough; False: they live.
+
+    Raises:
+        StorageError: A tier can't be listed, or the authority failed.
+        IntegrityError: A referrer's fate can't be read.
+    """
+    living: dict[str, tuple[Attempt, ...]] = {}
+    for tier, referrers in fold_references(records).items():
+        if found := await living_on(h, situation, tier, referrers, decide=decide):
+            living[tier] = found
+    return living
+
+
+async def living_on(
+    h: Housekeeping, situation: Situation, tier: str, referrers: Iterable[Attempt], *, decide: bool = True
+) -> tuple[Attempt, ...]:
+    """Those of `referrers` that live, on one tier; as `living_referrers`. Where some are known to live the others are not asked after."""
+    catalog = situation.catalog
+    gone = {*catalog.swept, *(item.attempt for item in catalog.condemned)}
+    open_ones = [referrer for referrer in referrers if referrer not in gone]
+    heard_of = {info.attempt for info in catalog.checkpoints} | {item.attempt for item in catalog.incomplete}
+    alive = [referrer for referrer in open_ones if referrer in heard_of]
+    if not alive:
+        alive = [referrer for referrer in open_ones if not (decide and await _ended(h, situation, referrer))]
+    if alive or tier not in h.tiers.names:
+        return tuple(alive)
+    if tier in catalog.unreachable:
+        return tuple(referrers)
+    storage = h.tiers.get(tier).storage
+
+    async def has_shards(referrer: Attempt) -> bool:
+        listed = await storage.list(referrer.folder)
+        found = (parse_file_name(info.path.rpartition("/")[2]) for info in listed)
+        return any(parsed is not None and parsed[0] == "shard" for parsed in found)
+
+    asked = list(referrers)
+    there = await together(has_shards, asked, at_once=_AT_ONCE)
+    return tuple(referrer for referrer, has in zip(asked, there, strict=True) if has)
+
+
+async def _ended(h: Housekeeping, situation: Situation, referrer: Attempt) -> bool:
+    """Whether an attempt that no tier shows anything of can never commit: its fate is won, as an orphan's is."""
+    found = IncompleteAttempt(attempt=referrer)
+    if h.policy is None or await why_it_stays(h, situation, found):
+        return False
+    try:
+        return await condemn(h, found)
+    except NotFoundError:
+        return False
