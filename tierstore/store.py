@@ -18,6 +18,7 @@ from tierstore.config_cadence import SaveEvery, parse_every
 from tierstore.config_models import hydrate_tier
 from tierstore.config_uris import check_outside
 from tierstore.errors import ClosedError, TierStoreError, UsageError, reason_of
+from tierstore.format.manifest import LOSSY_GENERATION
 from tierstore.format.objects import ObjectCodecs
 from tierstore.names import Attempt, Reference, check_run, check_step, later_save_id, parse_reference
 from tierstore.retention import Retention
@@ -28,7 +29,7 @@ from tierstore.state.codecs import default_codecs
 from tierstore.state.copy_threads import CopyThreads
 from tierstore.state.device_copy import DeviceCopies
 from tierstore.state.export.exporting import Exported, ExportOptions
-from tierstore.state.facts import checked_omit, facts_of, omitted_fact
+from tierstore.state.facts import checked_omit, facts_of, omitted_fact, quantise_fact
 from tierstore.state.filling import fill_rules
 from tierstore.state.foreign.opening import Format, look_at
 from tierstore.state.image import ImagePool
@@ -47,6 +48,7 @@ from tierstore.tiers.hydrate import Hydration
 from tierstore.tiers.locks import lock_path
 from tierstore.tiers.log import decide_fate
 from tierstore.tiers.progress import NO_PROGRESS, Progress
+from tierstore.tiers.quantised import generation_of
 from tierstore.tiers.replica import Replica
 from tierstore.tiers.session import Session
 from tierstore.tiers.status import Status
@@ -158,6 +160,7 @@ class Store:
         self._decider: SharedCadence | None = None
         self._last_save_id = ""
         self._saved: dict[int, str] = {}
+        self._generation = 0
         self._pid = os.getpid()
         self._closed = False
         self._exit_hook = ExitHook(self)
@@ -174,6 +177,7 @@ class Store:
         final: bool = False,
         if_exists: Literal["supersede", "refuse"] = "supersede",
         omit: Sequence[str] | None = None,
+        quantise: Literal["exact", "q8", "q4"] | None = None,
     ) -> Ticket:
         """Copies `state` into host memory and returns; the rest happens in the background.
 
@@ -186,6 +190,7 @@ class Store:
             if_exists: What to do where this step is committed already: a new attempt that supersedes it once it commits, or refuse.
             omit: Globs of dotted names of tensors that are left out on purpose: an fp32 master that a load can make of the weights
                 (``LoadOptions(fill=…)``), say. The checkpoint knows that they were there. None: as configured (``save: {omit: …}``).
+            quantise: How tiers that quantise store this checkpoint: by this scheme, or ``exact``. None: as each of them says.
 
         Returns:
             A ticket that reports each tier: ``ticket.wait("durable")``, ``ticket.on("object", callback)``.
@@ -201,7 +206,16 @@ class Store:
         """
         self._check_usable()
         with self._one_call():
-            return self._save(step, state, metrics=metrics, tags=tags, final=final, if_exists=if_exists, omit=self._omitted(omit))
+            return self._save(
+                step,
+                state,
+                metrics=metrics,
+                tags=tags,
+                final=final,
+                if_exists=if_exists,
+                omit=self._omitted(omit),
+                quantise=quantise,
+            )
 
     def _save(
         self,
@@ -213,6 +227,7 @@ class Store:
         final: bool,
         if_exists: str,
         omit: tuple[str, ...],
+        quantise: str | None,
     ) -> Ticket:
         began = self._clock.monotonic()
 
@@ -225,7 +240,7 @@ class Store:
         with nullcontext() if joint is None else joint.telling():
             step = check_step(step)
             _check_if_exists(if_exists)
-            facts = facts_of(metrics, tags, final, self._clock)
+            facts = {**facts_of(metrics, tags, final, self._clock), **quantise_fact(quantise)}
             self._session.tiers.check_writable()
             self._worker.raise_errors()
         save_id = propose() if joint is None else ""
@@ -325,6 +340,9 @@ class Store:
         )
 
     def _submit(self, attempt: Attempt, staged: StagedState, facts: Mapping[str, Any]) -> Ticket:
+        generation = max(self._generation, self._session.leases.lossy_generation)
+        if generation:  # what this training was resumed from was not exact: no tier adds to that beyond what it may
+            facts = {**facts, LOSSY_GENERATION: generation}
         try:
             job = SaveJob(
                 attempt=attempt,
@@ -480,6 +498,7 @@ class Store:
         metrics: Mapping[str, float] | None = None,
         tags: Sequence[str] | None = None,
         final: bool = False,
+        quantise: Literal["exact", "q8", "q4"] | None = None,
     ) -> Ticket:
         """Hands this rank's staged share of `attempt` to the background work; the image is released in any case.
 
@@ -487,7 +506,7 @@ class Store:
         """
         self._check_usable()
         try:
-            facts = facts_of(metrics, tags, final, self._clock)
+            facts = {**facts_of(metrics, tags, final, self._clock), **quantise_fact(quantise)}
         except BaseException:
             staged.release()
             raise
@@ -784,7 +803,7 @@ class Store:
 
     def _image_directory(self) -> Any:
         nearest = self.config.tiers[0]
-        return None if nearest.durable else self._session.tiers.nearest.storage.local_path(".tmp")
+        return None if nearest.durable or nearest.packs else self._session.tiers.nearest.storage.local_path(".tmp")
 
     def _next_save_id(self) -> str:
         """Two attempts within a millisecond, or a clock that stepped back, here or since the last process: later sorts later."""
@@ -836,10 +855,16 @@ class Store:
         except BaseException:
             replica.let_go()
             raise
+        self._goes_on_from(replica)
         if go_on:
             self._worker.resumed_from(replica.info.attempt, replica.take_lease())
         replica.let_go()
         return replica.info, state
+
+    def _goes_on_from(self, replica: Replica) -> None:
+        """Later saves tell how many quantised copies stand behind what was loaded; `Leases` adds what was really read from one."""
+        with self._lock:
+            self._generation = max(self._generation, generation_of(replica.manifest.facts))
 
     def _open_to_load(self, info: CheckpointInfo, options: LoadOptions | None) -> Replica:
         """Opens it; what is largely wanted of it comes nearer first, where the options or the configuration say so."""
@@ -876,6 +901,7 @@ class Store:
     def _hold(self, find: Callable[[], CheckpointInfo], what: str) -> tuple[CheckpointInfo, None]:
         """Opens a checkpoint together with the other ranks, and keeps only its lease: training goes on from it."""
         replica = jointly(self.agreement, f"{what}: opening it", lambda: self._session.open_replica(find(), objects=True)).result
+        self._goes_on_from(replica)
         self._worker.resumed_from(replica.info.attempt, replica.take_lease())
         replica.let_go()
         return replica.info, None

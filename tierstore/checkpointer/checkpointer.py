@@ -212,7 +212,15 @@ class Checkpointer:
             return False
         return self._ending.in_time(lambda: self.save(n, metrics, final=last))
 
-    def save(self, n: int, metrics: Mapping[str, Any] | None = None, *, tags: Sequence[str] = (), final: bool = False) -> Ticket:
+    def save(
+        self,
+        n: int,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        tags: Sequence[str] = (),
+        final: bool = False,
+        quantise: Literal["exact", "q8", "q4"] | None = None,
+    ) -> Ticket:
         """Saves step `n` now, due or not; returns as soon as the state is copied into host memory.
 
         Args:
@@ -220,6 +228,7 @@ class Checkpointer:
             metrics: What was measured at it.
             tags: Labels that references and retention know.
             final: Marks the run's last checkpoint.
+            quantise: As `Store.save`.
 
         Raises:
             RefusedError: The run has checkpoints, and `resume` was not called.
@@ -227,7 +236,7 @@ class Checkpointer:
         """
         self._check_open()
         self._check_resumed()
-        return self._prepared(n, metrics, tags=tags, final=final)()
+        return self._prepared(n, metrics, tags=tags, final=final, quantise=quantise)()
 
     # ---- looking and loading
 
@@ -366,12 +375,20 @@ class Checkpointer:
         else:
             log.info("run=%s prepared for saves of %d bytes in %.3f s", self.store.run, prepared.nbytes, prepared.seconds)
 
-    def _prepared(self, n: int, metrics: Mapping[str, Any] | None, *, tags: Sequence[str], final: bool = False) -> Callable[[], Ticket]:
+    def _prepared(
+        self,
+        n: int,
+        metrics: Mapping[str, Any] | None,
+        *,
+        tags: Sequence[str],
+        final: bool = False,
+        quantise: Literal["exact", "q8", "q4"] | None = None,
+    ) -> Callable[[], Ticket]:
         """The state is looked at here, in the thread that trains; the call that is returned may be made in another."""
         state, numbers = self._parts.capture(n, self.store.world_size), _numbers(metrics)
 
         def save() -> Ticket:
-            ticket = self.store.save(n, state, metrics=numbers, tags=tags, final=final)
+            ticket = self.store.save(n, state, metrics=numbers, tags=tags, final=final, quantise=quantise)
             self._tickets = [*(t for t in self._tickets if not t.done("committed")), ticket]
             self._line.saved(ticket)
             log.info("run=%s step=%d saved, training waited %.1f ms", self.store.run, n, 1000 * ticket.stall_s)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from fnmatch import fnmatchcase
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.text import Text
@@ -32,6 +32,7 @@ from tierstore.names import MANIFEST
 from tierstore.tiers.catalog import CheckpointInfo
 from tierstore.tiers.log_facts import Hold
 from tierstore.tiers.pending import pending
+from tierstore.tiers.quantised import generation_of, quantised_text, quantising
 from tierstore.tiers.replica import Replica, Want, open_replica
 from tierstore.tiers.session import Session
 from tierstore.units import format_size
@@ -57,7 +58,9 @@ def show(cli: Cli, ref: Ref = "latest") -> int:
     _show_facts(cli, info, manifest)
     if manifest is not None:
         _show_files(cli, manifest)
-    _show_replicas(cli, info, session.config.model_dump(include={"tiers"})["tiers"], [c.tier for c in copies if c.attempt == info.attempt])
+    due = [c.tier for c in copies if c.attempt == info.attempt]
+    why = {tier.name: quantising(tier, manifest.facts).why_exact if manifest else "" for tier in session.tiers}
+    _show_replicas(cli, info, [(tier.name, tier.uri) for tier in session.config.tiers], due, why)
     _show_log(cli, info.records)
     cli.terminal.emit(
         {
@@ -88,6 +91,8 @@ def _show_facts(cli: Cli, info: CheckpointInfo, manifest: Manifest | None) -> No
         if isinstance(left := manifest.facts.get("omitted"), dict):
             what = f"{left.get('tensors')} tensors, {format_size(left.get('nbytes', 0))}"
             facts.append(("left out", f"{what}, on purpose (omit: {', '.join(map(str, left.get('patterns', ())))})"))
+    if manifest is not None and (generation := generation_of(manifest.facts)):
+        facts.append(("goes back to", f"{'a' if generation == 1 else generation} quantised {'copy' if generation == 1 else 'copies'}"))
     facts += [(f"metric {name}", f"{value:.6g}") for name, value in sorted(info.metrics.items())]
     facts += [(kind, ", ".join(values)) for kind, values in (("tags", info.tags), ("pins", info.pins)) if values]
     facts += [(f"hold {one.name}", _until(one, now)) for one in info.holds]
@@ -114,10 +119,12 @@ def _show_files(cli: Cli, manifest: Manifest) -> None:
     cli.terminal.show("", table)
 
 
-def _show_replicas(cli: Cli, info: CheckpointInfo, tiers: Sequence[dict[str, Any]], due: Sequence[str]) -> None:
-    table = plain_table("TIER", "STATE", "WHERE", fold=("WHERE",))
-    for tier in tiers:
-        name = tier["name"]
+def _show_replicas(
+    cli: Cli, info: CheckpointInfo, tiers: Sequence[tuple[str, str]], due: Sequence[str], why_exact: Mapping[str, str]
+) -> None:
+    """`tiers`: name and URI; `why_exact`: why a tier that quantises has, or gets, an exact copy."""
+    table = plain_table("TIER", "STATE", ("STORED", "right"), "WHERE", fold=("STATE", "WHERE"))
+    for name, uri in tiers:
         state = info.replicas.get(name, "pending" if name in due else "")
         words = {"": "nothing", "pending": "nothing yet, to be copied", "complete": "complete"}.get(state)
         style = TIER_MARKS[state][1] if state else "dim"
@@ -125,8 +132,24 @@ def _show_replicas(cli: Cli, info: CheckpointInfo, tiers: Sequence[dict[str, Any
             words = (
                 f"parts of {'rank' if len(info.receipts.get(name, ())) == 1 else 'ranks'} {' '.join(map(str, info.receipts.get(name, ())))}"
             )
-        table.add_row(name, Text(words or f"{state}: {TIER_MARKS[state][2]}", style=style), tier["uri"])
-        cli.terminal.emit({"type": "replica", "tier": name, "state": state or None, "uri": tier["uri"]})
+        quantised = info.quantised_on(name)
+        if quantised is not None and state == "quantised":
+            words = f"quantised {quantised_text(quantised)}" if quantised else "quantised"
+        if state == "complete" and (why := why_exact.get(name)):
+            words = f"complete, exact: {why}"
+        taken = info.taken_on(name) if state in ("complete", "quantised") else None
+        told = format_size(taken) if taken is not None else "-"
+        table.add_row(name, Text(words or f"{state}: {TIER_MARKS[state][2]}", style=style), told, uri)
+        cli.terminal.emit(
+            {
+                "type": "replica",
+                "tier": name,
+                "state": state or None,
+                "uri": uri,
+                "taken_nbytes": taken,
+                "quantised": dict(quantised) if quantised is not None else None,
+            }
+        )
     cli.terminal.show("", table)
 
 

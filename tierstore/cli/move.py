@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import typer
@@ -37,11 +37,13 @@ _Wait = Annotated[bool, typer.Option("--wait", help="Wait for another process th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Move:
-    """One checkpoint onto one tier. `dropped`: why that tier's own rules would drop it again at once; empty where they would not."""
+    """One checkpoint onto one tier. `dropped`: why that tier's own rules would drop it again at once; empty where they would not.
+    `exact`: also where the tier quantises, in the place of a quantised copy."""
 
     info: CheckpointInfo
     tier: Tier
     dropped: str = ""
+    exact: bool = False
 
 
 def push(
@@ -51,9 +53,10 @@ def push(
         list[str] | None, typer.Option("--to", metavar="TIER", help="The further tier; repeatable. [default: all that lack it]")
     ] = None,
     wait: _Wait = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Exact also where the tier quantises, and in place of a quantised copy.")] = False,
 ) -> int:
     """Copy checkpoints to further tiers now, whatever else is pending; also where a copy was dropped. Returns when they are there."""
-    return _move(cli, "push", refs, to or [], wait)
+    return _move(cli, "push", refs, to or [], wait, exact=exact)
 
 
 def pull(
@@ -66,11 +69,11 @@ def pull(
     return _move(cli, "pull", refs, to or [], wait)
 
 
-def _move(cli: Cli, kind: Kind, refs: Sequence[str], to: Sequence[str], wait: bool) -> int:
+def _move(cli: Cli, kind: Kind, refs: Sequence[str], to: Sequence[str], wait: bool, *, exact: bool = False) -> int:
     cli.refuse_names(f"{kind} is told where to by --to NAME")
     with Session.open(cli.load(), clock=cli.clock, create=not cli.options.dry_run) as session:
         infos = find_checkpoints(session, refs)
-        moves = [move for info in infos for move in _moves_of(cli, session, kind, info, to)]
+        moves = [replace(move, exact=exact) for info in infos for move in _moves_of(cli, session, kind, info, to)]
         todo = []
         for move in _foreseen(cli, session, moves):
             if _is_there(move):
@@ -129,7 +132,8 @@ def _moves_of(cli: Cli, session: Session, kind: Kind, info: CheckpointInfo, to: 
 
 def _is_there(move: _Move) -> bool:
     """As far as a listing tells; `bring` looks again."""
-    return move.info.replicas.get(move.tier.name) == "complete"
+    state = move.info.replicas.get(move.tier.name)
+    return state == "complete" or (state == "quantised" and not move.exact)
 
 
 def _foreseen(cli: Cli, session: Session, moves: Sequence[_Move]) -> list[_Move]:
@@ -144,7 +148,7 @@ def _foreseen(cli: Cli, session: Session, moves: Sequence[_Move]) -> list[_Move]
         situation = session.run(look(h))
         for move in mine:
             why = "" if _is_there(move) else would_drop(h, situation, move.info.attempt, move.tier)
-            found.append(_Move(info=move.info, tier=move.tier, dropped=why))
+            found.append(replace(move, dropped=why))
     return found
 
 
@@ -174,7 +178,8 @@ def _carry_out(cli: Cli, session: Session, kind: Kind, moves: Sequence[_Move], w
         for move in moves:
             lease = session.leases.hold(move.info, kind=BRING)
             try:
-                done = session.run(bring(context, move.info.attempt, move.tier, lease=lease, wait_s=None if wait else 0.0))
+                wait_s = None if wait else 0.0
+                done = session.run(bring(context, move.info.attempt, move.tier, lease=lease, wait_s=wait_s, exact=move.exact))
             except TierStoreError as error:  # the other copies are made all the same
                 failures.append(error)
                 ends.append((move, "failed", error.message))

@@ -68,7 +68,12 @@ def _recover_run(cli: Cli, session: Session, run: str, wait: bool) -> RecoverRep
         report = session.run(work(session.tiers, run, clock=cli.clock, context=context, dry_run=dry_run, wait_s=None if wait else 0.0))
     for done in report.rebuilt:
         detail = f"from {', '.join(done.sources)}, {done.records} record{'s' if done.records != 1 else ''}, "
-        detail += format_size(done.nbytes) if done.nbytes else "no files: it was dropped there on purpose"
+        none = (
+            "no files: what is left is quantised, and can be loaded from there"
+            if done.quantised
+            else "no files: it was dropped there on purpose"
+        )
+        detail += format_size(done.nbytes) if done.nbytes else none
         _tell(cli, done.attempt, "failed" if done.error else _done(report, "rebuilt"), done.error or detail)
     for attempt in report.committed:
         _tell(cli, attempt, _done(report, "committed"), "all its parts are there")

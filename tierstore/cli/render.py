@@ -37,6 +37,7 @@ TIER_MARKS: Mapping[ReplicaState | str, tuple[str, str, str]] = {
     "pending": ("~", "yellow", "not complete yet"),
     "evicting": ("-", "yellow", "being evicted"),
     "quarantined": ("!", "bold red", "found damaged"),
+    "quantised": ("≈", "magenta", "quantised, not exact"),
 }
 """How a tier's name is marked in a table: prefix, style, and what the prefix means."""
 
@@ -138,6 +139,8 @@ def checkpoint_value(info: CheckpointInfo, pending: Sequence[Copy] = ()) -> dict
         "nbytes": info.nbytes,
         "world_size": info.world_size,
         "tiers": dict(info.replicas),
+        "taken_nbytes": {tier: info.taken_on(tier) for tier, state in info.replicas.items() if state in ("complete", "quantised")},
+        "quantised": {tier: dict(told) for tier in info.replicas if (told := info.quantised_on(tier)) is not None},
         "pending": [c.tier for c in pending if c.attempt == info.attempt],
         "metrics": dict(info.metrics),
         "tags": list(info.tags),
@@ -188,7 +191,7 @@ def _note(info: CheckpointInfo, *, is_latest: bool) -> Text:
     if info.damaged:
         words.append(("log unreadable", "bold red"))
     if not info.usable and not info.damaged:
-        words.append(("no complete copy", "bold red"))
+        words.append(("no exact copy" if "quantised" in info.replicas.values() else "no complete copy", "bold red"))
     if info.authority_lost:
         words.append(("log lost", "yellow"))
     if info.hidden:

@@ -119,6 +119,7 @@ def _tier_value(tier: TierStatus) -> dict[str, Any]:
         "authority": tier.authority,
         "reachable": tier.reachable,
         "checkpoints": tier.checkpoints,
+        "quantised": tier.quantised,
         "newest_step": tier.newest_step,
         "nbytes": tier.nbytes,
         "pending": tier.pending,
@@ -147,7 +148,7 @@ def _parts(found: Status) -> list[RenderableType]:
     for tier in found.tiers:
         table.add_row(
             tier.name,
-            str(tier.checkpoints) if tier.reachable else "?",
+            (f"{tier.checkpoints} ({tier.quantised} quantised)" if tier.quantised else str(tier.checkpoints)) if tier.reachable else "?",
             str(tier.newest_step) if tier.newest_step is not None else "-",
             format_size(tier.nbytes),
             f"{tier.pending} ({format_size(tier.pending_nbytes)})" if tier.pending else "0",

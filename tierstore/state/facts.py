@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import platform
 from collections.abc import Mapping, Sequence
@@ -12,9 +13,11 @@ from typing import Any
 import torch
 
 from tierstore.clock import Clock, utc_text
+from tierstore.config_packing import SCHEMES
 from tierstore.errors import UsageError
+from tierstore.format.manifest import QUANTISE
 
-__all__ = ["checked_omit", "facts_of", "omitted_fact"]
+__all__ = ["checked_omit", "facts_of", "omitted_fact", "quantise_fact"]
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,22 @@ def facts_of(metrics: Mapping[str, float] | None, tags: Sequence[str] | None, fi
             "host": platform.node(),
         },
     }
+
+
+def quantise_fact(quantise: str | None) -> dict[str, str]:
+    """What a checkpoint's manifest says of how it is to be quantised; nothing where each tier goes by its own rule.
+
+    Raises:
+        UsageError: There is no such scheme.
+    """
+    if quantise is None:
+        return {}
+    words = ("exact", *SCHEMES)
+    if quantise not in words:
+        near = difflib.get_close_matches(str(quantise), words, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"say one of {', '.join(words)}, or leave it to the tiers"
+        raise UsageError(f"quantise={quantise!r} is no scheme", hint=hint)
+    return {QUANTISE: quantise}
 
 
 def checked_omit(patterns: Any) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from tierstore.names import MANIFEST, Attempt, part_name
 from tierstore.storage.contract import FileInfo
 from tierstore.tiers.advance import advance
 from tierstore.tiers.checkpoint import parse_file_name
-from tierstore.tiers.copies import copy_payload, document_replica, quarantining, record_replica, sources_of
+from tierstore.tiers.copies import copy_checkpoint, copy_payload, document_replica, quarantining, record_replica, sources_of
 from tierstore.tiers.copying import CopyContext, Proof, copy_document
 from tierstore.tiers.locks import RunLock, lock_path
 from tierstore.tiers.log import read_log
@@ -46,7 +46,13 @@ _TRIES = 3
 
 
 async def bring(
-    context: CopyContext, attempt: Attempt, tier: Tier, *, lease: AbstractAsyncContextManager[object], wait_s: float | None = 0.0
+    context: CopyContext,
+    attempt: Attempt,
+    tier: Tier,
+    *,
+    lease: AbstractAsyncContextManager[object],
+    wait_s: float | None = 0.0,
+    exact: bool = False,
 ) -> bool:
     """Brings a committed checkpoint onto a tier, all of it and proved; idempotent, and nothing of it is visible before it is whole.
 
@@ -56,6 +62,7 @@ async def bring(
         tier: Where to.
         lease: A lease on it of the kind `BRING`: its sources stay, and a collector leaves alone what lies on the tier already.
         wait_s: Seconds to wait for another process that works on this node; None: without end.
+        exact: Store it exact also where the tier quantises, and in the place of a quantised copy.
 
     Returns:
         Whether there was something to do.
@@ -76,10 +83,14 @@ async def bring(
         if tier.name in {node.name for node in staging(context.tiers)}:
             return await _onto_node(context, view, tier)
         if tier.name not in view.dropped:
-            if context.tiers.is_authority(tier) or tier.name in view.log.replicated:
+            lossy = exact and tier.name in view.log.quantised
+            if context.tiers.is_authority(tier) or (tier.name in view.log.replicated and not lossy):
                 return False
+            if exact:
+                await copy_checkpoint(context, view, tier, exact=True)
+                return True
             return (await advance(context, attempt, tier)).done
-        return await _again(context, attempt, tier)
+        return await _again(context, attempt, tier, exact=exact)
 
 
 def check_wanted(view: AttemptView, tier: Tier) -> None:
@@ -215,13 +226,13 @@ async def _finish_on_node(context: CopyContext, view: AttemptView, tier: Tier) -
         reach("bring.after-unmark")
 
 
-async def _again(context: CopyContext, attempt: Attempt, tier: Tier) -> bool:
+async def _again(context: CopyContext, attempt: Attempt, tier: Tier, *, exact: bool) -> bool:
     """A copy where the log says that it was dropped; what it records last makes it count."""
     authority = context.tiers.authority
     for _ in range(_TRIES):
         view = await observe(context.tiers, attempt)
         check_wanted(view, tier)
-        copied = await copy_payload(context, view, tier)
+        copied = await copy_payload(context, view, tier, exact=exact)
         if not context.tiers.is_authority(tier):
             await copy_records(authority, tier, attempt, view.records)
         if await _lost(tier, attempt, copied.files):

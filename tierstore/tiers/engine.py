@@ -299,7 +299,7 @@ class Engine:
             for far in further(self.tiers):
                 if far.name in view.log.replicated:
                     ticket.reach(far.name)
-            if ticket.done(self.tiers.durable_at.name):
+            if ticket.done(self.tiers.durable_at.name) and self.tiers.durable_at.name not in view.log.quantised:
                 ticket.reach("durable")
         if not any(attempt in lane.attempts for lane in self.lanes.values()):
             self.saves.pop(attempt, None)  # nothing is left to do

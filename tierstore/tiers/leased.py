@@ -41,9 +41,13 @@ class Leases:
         tiers: The store's tiers.
         clock: Of the holder.
         ttl_s: The TTL of a run's leases, in seconds.
+
+    Attributes:
+        lossy_generation: Of what was read through these, the highest generation of a quantised copy that gave some of the bytes.
     """
 
     def __init__(self, tiers: Tiers, clock: Clock, ttl_s: Callable[[str], float]) -> None:
+        self.lossy_generation = 0
         self._tiers = tiers
         self._clock = clock
         self._ttl_s = ttl_s
@@ -76,14 +80,22 @@ class Leases:
             IntegrityError, VersionError, TemporaryError: As `open_replica`.
         """
         if info.authority_lost:
-            return await open_replica(self._tiers, info, run=run, objects=objects)
+            return self._listened(await open_replica(self._tiers, info, run=run, objects=objects))
         lease = self.hold(info)
         lease.begin()
         try:
-            return await open_replica(self._tiers, info, run=run, objects=objects, lease=lease, on_damage=self._noting.note)
+            replica = await open_replica(self._tiers, info, run=run, objects=objects, lease=lease, on_damage=self._noting.note)
+            return self._listened(replica)
         except BaseException:
             lease.let_go()
             raise
+
+    def _listened(self, replica: Replica) -> Replica:
+        replica.on_lossy = self._lossy
+        return replica
+
+    def _lossy(self, generation: int) -> None:
+        self.lossy_generation = max(self.lossy_generation, generation)
 
     async def close(self) -> None:
         """Ends all of them; one that can't be removed for a while is left to a collector. Damage is noted before."""

@@ -37,7 +37,10 @@ class Rebuilt:
     sources: tuple[str, ...]
     records: int
     nbytes: int = 0
-    """Of its files: what is copied where the authority lacks them; 0 where it had dropped them on purpose."""
+    """Of its files: what is copied where the authority lacks them; 0 where it had dropped them on purpose, or only quantised copies are
+    left."""
+    quantised: bool = False
+    """Only quantised copies are left, on `sources`: the log alone is rebuilt."""
     error: str = ""
 
 
@@ -119,7 +122,7 @@ async def _rebuild(context: CopyContext, info: CheckpointInfo, *, dry_run: bool)
     sources = tuple(t.name for t in holding)
     left = bool(lossy) and not sources  # what is not exact is never taken for the authority's copy
     nbytes = 0 if dropped or left else info.nbytes
-    done = Rebuilt(attempt=info.attempt, sources=sources or lossy, records=len(info.records), nbytes=nbytes)
+    done = Rebuilt(attempt=info.attempt, sources=sources or lossy, records=len(info.records), nbytes=nbytes, quantised=left)
     if dry_run:
         return done
     try:

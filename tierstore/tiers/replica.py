@@ -10,7 +10,7 @@ import asyncio
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from tierstore.tiers.fetching import BUDGET_NBYTES, fetch
 from tierstore.tiers.leases import Lease
 from tierstore.tiers.nearby import NearRead
 from tierstore.tiers.passed_over import BadCopy, OnDamage, PassedOver, damaged_block
-from tierstore.tiers.quantised import QuantisedReader, quantised_text
+from tierstore.tiers.quantised import QuantisedReader, generation_of, quantised_text
 from tierstore.tiers.reads import AnyWant, ReadCost, Span, Want, plan_spans, spread_spans
 from tierstore.tiers.sources import Source, sources_of
 from tierstore.tiers.tier import Tier, Tiers
@@ -49,6 +49,7 @@ class Replica:
     Attributes:
         info: The catalog's entry.
         lease: What keeps a collector from freeing it while it is read; None: nothing does.
+        on_lossy: Told the generation of what is read from a quantised copy, once for each tier; None: nobody is.
         hydrating: Asked before each read to bring whole files nearer; None: nothing is.
         bytes_fetched: Bytes read, by tier.
         requests: Reads sent to storages, by tier.
@@ -68,6 +69,7 @@ class Replica:
         self.info = info
         self.lease = lease
         self.hydrating: BringsNearer | None = None
+        self.on_lossy: Callable[[int], None] | None = None
         self._finish = None if lease is None else weakref.finalize(self, lease.let_go)
         if self._finish is not None:
             self._finish.atexit = False
@@ -326,6 +328,8 @@ class Replica:
         if name in self.lossy_from or lossy.isdisjoint(range(begin // size, -(-end // size))):
             return
         self.lossy_from.add(name)
+        if self.on_lossy is not None:
+            self.on_lossy(generation_of(self.manifest.facts) + 1)
         log.warning(
             "run=%s step=%d is NOT read exactly: its optimizer's moments come from the quantised copy on tier %s, %s; "
             "no exact copy gives them (%s)",

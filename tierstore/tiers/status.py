@@ -29,11 +29,11 @@ class TierStatus:
     authority: bool
     reachable: bool
     checkpoints: int
-    """How many complete copies it holds."""
+    """How many complete copies it holds, quantised ones included."""
     newest_step: int | None
     """The newest step of which it holds a complete copy."""
     nbytes: int
-    """Of these copies."""
+    """What these copies take up there, as their records say."""
     pending: int
     """How many copies it lacks."""
     pending_nbytes: int
@@ -42,6 +42,8 @@ class TierStatus:
     free_nbytes: int | None
     error: str = ""
     """Why it can't be reached, or why copies to it fail just now."""
+    quantised: int = 0
+    """How many of its copies are not exact."""
     last_error: str = ""
     """The last failure that the worker of this process saw, also when it has passed."""
 
@@ -101,7 +103,7 @@ async def _tier_status(
     tier: Tier, tiers: Tiers, catalog: Catalog, offered: list[CheckpointInfo], clock: Clock, worker: WorkerView
 ) -> TierStatus:
     unreachable: TierStoreError | None = catalog.unreachable.get(tier.name) or tiers.unreachable.get(tier.name)
-    held = [c for c in offered if c.replicas.get(tier.name) == "complete"]
+    held = [c for c in offered if c.replicas.get(tier.name) in ("complete", "quantised")]
     lacking = [copy for copy in pending(catalog, tiers) if copy.tier == tier.name]
     committed = {c.attempt: c.committed_at for c in offered}
     newest = next((committed[copy.attempt] for copy in lacking if copy.attempt in committed), None)
@@ -120,7 +122,8 @@ async def _tier_status(
         reachable=unreachable is None,
         checkpoints=len(held),
         newest_step=held[-1].attempt.step if held else None,
-        nbytes=sum(c.nbytes for c in held),
+        nbytes=sum(c.taken_on(tier.name) for c in held),
+        quantised=sum(c.replicas.get(tier.name) == "quantised" for c in held),
         pending=len(lacking),
         pending_nbytes=sum(copy.nbytes for copy in lacking),
         lag_s=None if newest is None else max(0.0, (clock.now() - newest).total_seconds()),
