@@ -49,7 +49,8 @@ def show(cli: Cli, ref: Ref = "latest") -> int:
     cli.refuse_names("show is about all tiers")
     with cli.session() as session:
         catalog, info = find_checkpoint(session, ref)
-        copies = pending(catalog, session.tiers)
+        tiers = session.tiers
+        copies = pending(catalog, tiers)
         try:
             replica, failure = session.run(open_replica(session.tiers, info, run=session.run)), None
         except TierStoreError as error:  # the log can be shown all the same; the error is raised after that
@@ -59,7 +60,7 @@ def show(cli: Cli, ref: Ref = "latest") -> int:
     if manifest is not None:
         _show_files(cli, manifest)
     due = [c.tier for c in copies if c.attempt == info.attempt]
-    why = {tier.name: quantising(tier, manifest.facts).why_exact if manifest else "" for tier in session.tiers}
+    why = {tier.name: quantising(tier, manifest.facts).why_exact if manifest else "" for tier in tiers}
     _show_replicas(cli, info, [(tier.name, tier.uri) for tier in session.config.tiers], due, why)
     _show_log(cli, info.records)
     cli.terminal.emit(
