@@ -170,6 +170,19 @@ def test_a_cache_that_another_process_holds_is_not_waited_for(tmp_path: Path) ->
     assert store.look()[1] <= 1
 
 
+def test_what_could_not_be_kept_because_another_process_held_the_cache_is_kept_by_the_next_look(tmp_path: Path) -> None:
+    store, attempts = filled(tmp_path)
+    store.look()
+    run(decisions.tag(store.tiers, attempts[0], ["good"], clock=CLOCK))
+    cache = RecordCache(RecordStore(store.cache, "kit"))
+    held = sqlite3.connect(store.file, isolation_level=None)
+    held.execute("BEGIN IMMEDIATE")
+    run(scan(store.tiers, "run", cache))
+    held.close()
+    run(scan(store.tiers, "run", cache))
+    assert store.look()[1] == 0
+
+
 def test_two_processes_fill_one_cache_at_once(tmp_path: Path) -> None:
     store, _ = filled(tmp_path)
     script = """

@@ -255,6 +255,7 @@ def test_a_server_that_goes_down_in_mid_upload_stops_no_training_and_gets_everyt
         with tierstore.open(three_tiers(tmp_path, object_tier(uri, seaweed.options(), proxy.endpoint_url))) as store:
             tickets = [store.save(1, state_of(1, NBYTES))]
             assert held.reached.wait(WITHIN)
+            await_parts(seaweed, uri, {1, 3})  # an upload that holds something is gone on with, however long the server is away
             getattr(seaweed, how)()
             held.release()
             for step in (2, 3):  # training goes on, and its saves commit

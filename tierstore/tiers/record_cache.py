@@ -49,13 +49,22 @@ class RecordCache:
         records.update({path: one for path, one in found.items() if path not in records})
 
     async def save(self, tier: str, root: str, listed: Mapping[str, FileInfo]) -> None:
-        """Keeps on the disk what was read since the last time below a run's log root; what is not listed any more is forgotten."""
+        """Keeps on the disk what was read since the last time below a run's log root; what is not listed any more is forgotten.
+
+        What could not be kept, because another process held the file or the caller was cancelled, is kept the next time.
+        """
         records = self._roots.get((tier, root), {})
         for path in [path for path in records if path not in listed]:
             del records[path]
         new = [(path, *records[path]) for path in self._new.pop((tier, root), ()) if path in records]
-        if self._store is not None and new:
-            await asyncio.to_thread(self._store.save, tier, root, new, listed)
+        if self._store is None or not new:
+            return
+        kept = False
+        try:
+            kept = await asyncio.to_thread(self._store.save, tier, root, new, listed)
+        finally:
+            if not kept:
+                self._new.setdefault((tier, root), set()).update(path for path, *_ in new)
 
     def get(self, tier: str, root: str, info: FileInfo) -> Record | None:
         found = self._roots.get((tier, root), {}).get(info.path)

@@ -69,8 +69,12 @@ class RecordStore:
                 log.debug("cache=%s path=%s is passed over: %s", self._path, path, error)
         return found
 
-    def save(self, tier: str, folder: str, new: Iterable[tuple[str, str, Record]], listed: Container[str]) -> None:
-        """Keeps what was read, as (path, stamp, record), and forgets the paths that are not listed any more."""
+    def save(self, tier: str, folder: str, new: Iterable[tuple[str, str, Record]], listed: Container[str]) -> bool:
+        """Keeps what was read, as (path, stamp, record), and forgets the paths that are not listed any more.
+
+        Returns:
+            False where another process held the file for too long: to be tried again. True where it was done, or never will be.
+        """
         rows = []
         for path, stamp, record in new:
             body = _encode(record)
@@ -85,14 +89,18 @@ class RecordStore:
             cache.execute("COMMIT")
             return []
 
-        self._with(work)
+        return self._with(work) is not None
 
     def _rows(self, tier: str, folder: str) -> list[Any]:
         query = "SELECT path, stamp, body, sum FROM records WHERE tier = ? AND path > ? AND path < ?"
-        return self._with(lambda cache: cache.execute(query, _span(tier, folder)).fetchall())
+        return self._with(lambda cache: cache.execute(query, _span(tier, folder)).fetchall()) or []
 
-    def _with(self, work: Any) -> list[Any]:
-        """Does something with the cache's file, opened for it alone: a connection lives in no other thread or process."""
+    def _with(self, work: Any) -> list[Any] | None:
+        """Does something with the cache's file, opened for it alone: a connection lives in no other thread or process.
+
+        Returns:
+            What came of it; nothing where the file can't be used; None where another process holds it just now.
+        """
         with self._lock:
             if self._given_up:
                 return []
@@ -104,7 +112,7 @@ class RecordStore:
                 self._given_up = not busy
                 if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
                     self._remove()
-                return []
+                return None if busy else []
 
     def _opened(self, work: Any) -> list[Any]:
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
