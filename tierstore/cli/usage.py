@@ -12,11 +12,12 @@ from tierstore.cli.find import find_checkpoints, scan_run
 from tierstore.cli.options import Cli
 from tierstore.cli.render import age_text, plain_table, wrapped
 from tierstore.clock import when_text
+from tierstore.errors import UsageError
 from tierstore.names import Attempt, save_id_time
 from tierstore.tiers.catalog import Catalog, runs
 from tierstore.tiers.session import Session
 from tierstore.tiers.usage import RunUsage, measure_run
-from tierstore.units import format_size
+from tierstore.units import format_size, parse_size
 
 __all__ = ["du", "told_sizes"]
 
@@ -32,9 +33,20 @@ def du(
         list[str] | None,
         typer.Argument(metavar="[REF…]", help="Checkpoints; without one all of the run; without a run, and with several, the runs."),
     ] = None,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Of one checkpoint (by default the latest): what its bytes are, and what compression would save."),
+    ] = False,
+    sample: Annotated[str, typer.Option(metavar="SIZE", help="With --explain: about how much of it is read and tried out.")] = "64MiB",
 ) -> int:
     """Show what takes the room: bytes of each checkpoint on each tier, by kind of file, and what will be freed."""
     cli.refuse_names("du shows all tiers")
+    if explain:
+        from tierstore.cli.usage_explain import explain_checkpoint  # it encodes a sample, and needs numpy for that
+
+        if refs and len(refs) > 1:
+            raise UsageError("du --explain is about one checkpoint", hint="give one reference")
+        return explain_checkpoint(cli, refs[0] if refs else "latest", parse_size(sample))
     with cli.session() as session:
         if refs:
             return _of_checkpoints(cli, session, refs)
