@@ -27,7 +27,7 @@ def adopt(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="A folder, a file or a URI: Hugging Face, DCP, torch.save, safetensors.")],
     step: Annotated[int, typer.Option("--step", metavar="N", min=0, help="The step that it will have.")],
     format: Annotated[
-        str, typer.Option("--format", metavar="auto|safetensors|dcp|torch", help="What it is, where that leaves a choice.")
+        str, typer.Option("--format", metavar="auto|safetensors|paddle|dcp|torch", help="What it is, where that leaves a choice.")
     ] = "auto",
     rename: Annotated[str | None, typer.Option("--rename", metavar="FILE", help="Renaming rules (YAML); names only.")] = None,
     skip_objects: Annotated[

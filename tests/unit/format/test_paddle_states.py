@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from paddle_encoders import encode_o1_first, encode_o1_second, encode_o2
+from paddle_kit import encode_o1_first, encode_o1_second, encode_o2
 
 from tierstore.errors import FormatError
 from tierstore.format.paddle_states import decode_o1_first, decode_o1_second, decode_o2_first, decode_o2_second

@@ -16,6 +16,7 @@ from tierstore.format.index import FileEntry, Index, TensorEntry, build_index, c
 from tierstore.format.objects import ObjectCodecs, TensorRef
 from tierstore.state.foreign.dcp import METADATA, dcp_entries, dcp_tree, read_dcp
 from tierstore.state.foreign.files import ForeignFiles, find_files
+from tierstore.state.foreign.paddle import is_unified, read_unified
 from tierstore.state.foreign.places import Wherever
 from tierstore.state.foreign.reader import ForeignReader
 from tierstore.state.foreign.safetensors import INDEX_SUFFIX, choose_files, merge_headers, read_headers, read_weight_map
@@ -27,7 +28,7 @@ __all__ = ["Foreign", "Format", "look_at", "open_foreign"]
 
 log = logging.getLogger(__name__)
 
-Format = Literal["auto", "safetensors", "dcp", "torch"]
+Format = Literal["auto", "safetensors", "paddle", "dcp", "torch"]
 
 _BLOCK_NBYTES = 1 << 20
 _MAX_BLOCKS = 1 << 20
@@ -85,9 +86,9 @@ def open_foreign(
     Args:
         uri: A folder or a file, as a path or any URI that a tier may have. A Hugging Face folder (one file, or
             ``model.safetensors.index.json`` with its shards), a folder of stock DCP's (``.metadata``, or the shards of its
-            `HuggingFaceStorageWriter`), a ``torch.save`` file, or safetensors files.
+            `HuggingFaceStorageWriter`), a folder of PaddleNLP's Unified Checkpoint, a ``torch.save`` file, or safetensors files.
         options: What the storage takes, as in a tier's configuration.
-        format: ``safetensors``, ``dcp`` or ``torch``, where what is there leaves a choice.
+        format: ``safetensors``, ``paddle``, ``dcp`` or ``torch``, where what is there leaves a choice.
         shapes: Tensor name → shape, or the tensors themselves (``model.state_dict()``), which the checkpoint has to have. Sharded
             safetensors of stock DCP don't say how large their tensors are: without this, a lost last shard can't be told from a
             smaller tensor.
@@ -131,8 +132,8 @@ async def look_at(
     skip_objects: bool = False,
 ) -> Foreign:
     """Finds out what is there, and reads its headers; see `open_foreign`."""
-    if format not in ("auto", "safetensors", "dcp", "torch"):
-        raise UsageError(f"format is {format!r}", hint="say 'auto', 'safetensors', 'dcp' or 'torch'")
+    if format not in ("auto", "safetensors", "paddle", "dcp", "torch"):
+        raise UsageError(f"format is {format!r}", hint="say 'auto', 'safetensors', 'paddle', 'dcp' or 'torch'")
     files = await find_files(uri, options)
     try:
         kind = await _kind(files) if format == "auto" else format
@@ -140,6 +141,8 @@ async def look_at(
             found = await _dcp(files, skip=skip_objects)
         elif kind == "torch":
             found = await _torch(files, skip=skip_objects)
+        elif kind == "paddle":
+            found = await _paddle(files)
         else:
             found = await _safetensors(files, proven=shapes is not None)
         if shapes is not None:
@@ -166,6 +169,8 @@ async def _kind(files: ForeignFiles) -> str:
         raise UsageError(f"{files.uri} is one file of a DCP directory", hint="name the directory")
     if any(name.startswith(METADATA) or name.endswith(METADATA) for name in names):
         return "dcp"
+    if is_unified(files):
+        return "paddle"
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         return "safetensors"
     if any(name.endswith((*_TORCH_SUFFIXES, ".bin.index.json")) for name in names):
@@ -193,6 +198,19 @@ async def _safetensors(files: ForeignFiles, *, proven: bool) -> Foreign:
         return tree
 
     return await _foreign("safetensors", files, entries, {}, sizes, chosen, flat)
+
+
+async def _paddle(files: ForeignFiles) -> Foreign:
+    if not is_unified(files):
+        raise UsageError(
+            f"{files.uri} holds no Unified Checkpoint of PaddleNLP", hint="name the folder with optimizer.safetensors.index.json"
+        )
+    found = await read_unified(files)
+
+    async def nested() -> Any:
+        return found.tree
+
+    return await _foreign("paddle", files, found.entries, found.places, found.sizes, found.shards, nested)
 
 
 async def _torch(files: ForeignFiles, *, skip: bool) -> Foreign:

@@ -7,9 +7,12 @@ An index of a foreign checkpoint may name files that do not exist: ``model.pt@da
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from tierstore.errors import FormatError, IncompleteError
 from tierstore.format.dcp_metadata import DcpItem
@@ -27,7 +30,7 @@ from tierstore.format.torch_zip import (
 )
 from tierstore.state.foreign.files import ForeignFiles
 
-__all__ = ["ItemPlace", "Layout", "MemberPlace", "Place", "Wherever", "Window", "is_contiguous", "member_bytes", "open_archive"]
+__all__ = ["ItemPlace", "Layout", "Made", "MemberPlace", "Place", "Wherever", "Window", "is_contiguous", "member_bytes", "open_archive"]
 
 _HEAD_NBYTES = 4096
 _MAX_PICKLE_NBYTES = 1 << 30
@@ -43,14 +46,27 @@ class Layout:
     strides: tuple[int, ...]
 
 
+class Made(Protocol):
+    """Rows of bytes that are calculated from others; `make` reads those by file, begin and length."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def row_nbytes(self) -> int: ...
+
+    async def make(self, first: int, last: int, read: Callable[[str, int, int], Awaitable[bytes]]) -> npt.NDArray[np.uint8]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Bytes of a real file: `nbytes` from `begin`. With a `layout` they are to be put in order."""
+    """Bytes of a real file: `nbytes` from `begin`. With a `layout` they are to be put in order; with `made` they are calculated instead."""
 
     file: str
     begin: int
     nbytes: int
     layout: Layout | None = None
+    made: Made | None = None
 
 
 class Wherever(Protocol):

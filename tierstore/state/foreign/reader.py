@@ -14,7 +14,7 @@ from tierstore.format.index import Index
 from tierstore.format.objects import encode_objects
 from tierstore.state.codecs import default_codecs
 from tierstore.state.foreign.files import ForeignFiles
-from tierstore.state.foreign.places import Layout, Place, Wherever
+from tierstore.state.foreign.places import Layout, Made, Place, Wherever
 from tierstore.tiers.costs import ReadSpeed
 from tierstore.tiers.fetching import BUDGET_NBYTES, fetch
 from tierstore.tiers.reads import AnyWant, Handover, Span, Want, plan_spans
@@ -76,6 +76,8 @@ class ForeignReader:
             place = places.get(want.file)
             if place is not None and place.layout is not None and want.nbytes:
                 await self._put_in_order(want, place, place.layout)
+            elif place is not None and place.made is not None and want.nbytes:
+                await self._make(want, place.made)
 
     async def close(self) -> None:
         """Ends the storage's clients."""
@@ -105,6 +107,39 @@ class ForeignReader:
 
     # ---- tensors whose elements lie in another order
 
+    async def _make(self, want: AnyWant, made: Made) -> None:
+        """Fills a want of calculated bytes from the rows around it. Small tensors are calculated once and kept for the next want."""
+        row = made.row_nbytes
+        kept = self._ordered.get(want.file)
+        if kept is None and made.rows * row <= BUDGET_NBYTES:
+            kept = await self._calculated(made, 0, made.rows)
+            self._keep(want.file, kept)
+        if kept is not None:
+            want.receive(want.offset, kept.reshape(-1)[want.offset : want.end].data)
+            return
+        at = want.offset
+        few = max(1, _SLAB_NBYTES // row)
+        while at < want.end:
+            first = at // row
+            last = min(first + few, -(-want.end // row))
+            rows = await self._calculated(made, first, last)
+            end = min(want.end, last * row)
+            want.receive(at, rows.reshape(-1)[at - first * row : end - first * row].data)
+            at = end
+
+    async def _calculated(self, made: Made, first: int, last: int) -> np.ndarray[Any, Any]:
+        async def read(file: str, begin: int, nbytes: int) -> bytes:
+            scratch = bytearray(nbytes)
+            await self._read([Want(file, begin, memoryview(scratch))])
+            return bytes(scratch)
+
+        return await made.make(first, last, read)
+
+    def _keep(self, name: str, rows: np.ndarray[Any, Any]) -> None:
+        self._ordered[name] = rows
+        while len(self._ordered) > 1 and sum(kept.nbytes for kept in self._ordered.values()) > BUDGET_NBYTES:
+            self._ordered.popitem(last=False)
+
     async def _put_in_order(self, want: AnyWant, place: Place, layout: Layout) -> None:
         """Fills a want of a strided tensor from whole rows around it. Small tensors are gathered once and kept for the next want."""
         total = _nbytes(layout, layout.shape[0])
@@ -114,9 +149,7 @@ class ForeignReader:
             rows = self._ordered.get(want.file)
             if rows is None:
                 rows = await self._gather(place, layout, 0, layout.shape[0])
-                self._ordered[want.file] = rows
-                while len(self._ordered) > 1 and sum(kept.nbytes for kept in self._ordered.values()) > BUDGET_NBYTES:
-                    self._ordered.popitem(last=False)
+                self._keep(want.file, rows)
             first = 0
         else:
             rows = await self._gather(place, layout, first, last)
@@ -149,7 +182,7 @@ def _moved(want: AnyWant, place: Place | None) -> AnyWant | None:
     """The same want in the file where its bytes really lie; None where they are to be put in order first."""
     if place is None:
         return want
-    if place.layout is not None:
+    if place.layout is not None or place.made is not None:
         return None
     if want.end > place.nbytes:
         raise IntegrityError(f"{place.file}: a tensor reaches beyond its storage", hint="the file is damaged", file=place.file)

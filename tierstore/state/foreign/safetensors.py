@@ -20,7 +20,7 @@ from tierstore.format.shard import shard_entries
 from tierstore.state.foreign.files import ForeignFiles
 from tierstore.tiers.together import together
 
-__all__ = ["INDEX_SUFFIX", "choose_files", "merge_headers", "read_headers"]
+__all__ = ["INDEX_SUFFIX", "choose_files", "merge_headers", "read_headers", "weight_map_of"]
 
 INDEX_SUFFIX = ".safetensors.index.json"
 
@@ -66,6 +66,15 @@ async def read_weight_map(files: ForeignFiles, index: str) -> dict[str, str]:
         FormatError: Malformed, or it names a file outside the folder.
     """
     body = load_json(await files.small(index, _MAX_INDEX_NBYTES), index, max_nbytes=_MAX_INDEX_NBYTES)
+    return weight_map_of(files, body, index)
+
+
+def weight_map_of(files: ForeignFiles, body: Any, index: str) -> dict[str, str]:
+    """The same of an index file that was read.
+
+    Raises:
+        FormatError: Malformed, or it names a file outside the folder.
+    """
     found = body.get("weight_map") if isinstance(body, dict) else None
     if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
         raise FormatError(f"{index} has no weight_map of tensors to files", hint="it is no index of a Hugging Face checkpoint", file=index)
