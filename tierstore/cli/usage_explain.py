@@ -173,7 +173,7 @@ def _show_notes(cli: Cli, found: Explained, tiers: Sequence[str]) -> None:
     if tied:
         nbytes = format_size(sum(one.tied_nbytes for one in found.classes))
         cli.terminal.show(
-            wrapped(f"{tied} further {'name' if tied == 1 else 'names'} of tied tensors take no room: {nbytes} are stored once")
+            wrapped(f"{tied} further {'name' if tied == 1 else 'names'} of tied tensors {'takes' if tied == 1 else 'take'} no room: {nbytes} are stored once")
         )
     cli.terminal.show(wrapped(f"measured with the codec itself on {format_size(found.sampled_nbytes)}, read from {' or '.join(tiers[:2])}"))
     cli.terminal.emit(
