@@ -1,70 +1,100 @@
-"""A storage that packs shards: shows raw paths, lengths and bytes, and keeps packed files (`docs/design/format.md`)."""
+"""A storage that packs shards: shows raw paths, lengths and bytes, and keeps packed files (`docs/design/format.md`, "Packed files").
+
+Names that are not a shard's pass through to the inner storage. A shard lies there as it is, or as ``<name>.<raw bytes>.packed``; which
+of the two is nobody's business but this module's: a tier may hold both kinds. Content under the path of a shard can only ever be one, for
+its folder is of one attempt at a save; so what was learned of a packed file is remembered, and looked up anew where it turns out to be
+gone, or not to fit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from tierstore.errors import IntegrityError, NotFoundError, TierStoreError, UsageError
+from tierstore.names import check_relative
 from tierstore.storage.bandwidth import Bandwidth
-from tierstore.storage.contract import Capabilities, FileInfo, Listing, PackedFacts, PackHints, Source, Storage, Unchanged
+from tierstore.storage.contract import (
+    Capabilities,
+    FileInfo,
+    Listing,
+    PacesWrites,
+    PackedFacts,
+    PackHints,
+    Reading,
+    ReadsEach,
+    ReadsPieces,
+    ReadsProved,
+    Source,
+    Storage,
+    Unchanged,
+    WritesOn,
+)
+from tierstore.storage.packed_names import Form, StoredNames, form_of_packed, is_packable, shown_as, split
+from tierstore.storage.packing_rules import Packing, QuantiseRule
+from tierstore.storage.sources import BytesSource
+from tierstore.storage.tasks import all_or_none
+
+if TYPE_CHECKING:  # what moves bytes is loaded when bytes move
+    from tierstore.storage._threads import DaemonPool
+    from tierstore.storage.unpacking import Prove, Unpacker
+    from tierstore.storage.unpacking_footers import Known
 
 __all__ = ["PACKED_MARKER", "PackedStorage", "Packing", "QuantiseRule"]
+
+T = TypeVar("T")
 
 PACKED_MARKER = ".packed"
 """The marker at a tier's root that says: packed files were written here."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantiseRule:
-    """Which tensors of a shard are quantised, and how.
-
-    Attributes:
-        scheme: ``q8`` or ``q4`` (`format.quantise`).
-        include: Patterns (`fnmatch`) of keys in the shard's header, of which one must match.
-        exclude: Patterns of which none may match.
-        min_numel: Smaller tensors stay as they are, in elements.
-    """
-
-    scheme: Literal["q8", "q4"]
-    include: tuple[str, ...] = ("*exp_avg", "*exp_avg_sq", "*max_exp_avg_sq")
-    exclude: tuple[str, ...] = ()
-    min_numel: int = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
-    """How shards are packed.
-
-    Attributes:
-        codec: ``raw``: frames are stored without compression; ``zstd``.
-        level: Of zstd; 0: few matches, fast.
-        threads: How many threads encode and decode.
-        nice: By how much those that encode are nicer than the process, 0 to 19.
-        master_once: 16-bit tensors that are the rounding of a float32 tensor in the same shard are not stored.
-        quantise: Which tensors are quantised; None: none.
-    """
-
-    codec: Literal["raw", "zstd"] = "zstd"
-    level: int = 0
-    threads: int = 2
-    nice: int = 0
-    master_once: bool = False
-    quantise: QuantiseRule | None = None
+_MARK = b"Some shards here are packed files: docs/design/format.md\n"
+_LOOKS = 4
+"""So often a shard that somebody replaces meanwhile is looked for anew."""
+_THREADS = 2
+_TAKEN_NBYTES = 8 << 20
+_READINGS = 3
 
 
 class PackedStorage:
-    """`inner` with packed shards in it.
+    """`inner` with packed shards in it: `contract.WritesPacked`, and as much of the rest beyond the contract as `inner` has.
 
     Args:
         inner: Where the bytes lie.
         packing: How shards are packed; None: they are written as they are, and packed ones are read.
     """
 
+    pace_writes: Callable[[Bandwidth | None], None]
+    """`contract.PacesWrites`; there only if `inner` has it. So are these: `contract.ReadsEach`, `contract.ReadsPieces`, and
+    `PosixStorage.clone`."""
+    read_each: Callable[[Sequence[str]], Awaitable[list[bytes | Exception]]]
+    read_pieces: Callable[[Sequence[Reading]], Awaitable[None]]
+    clone: Callable[..., Awaitable[FileInfo | None]]
+
     def __init__(self, inner: Storage, packing: Packing | None) -> None:
         self.inner = inner
         self.packing = packing
+        self._names = StoredNames(inner)
+        self._unpacker: Unpacker | None = None
+        self._encoders: DaemonPool | None = None
+        self._marked = False
+        if isinstance(inner, PacesWrites):
+            self.pace_writes = inner.pace_writes
+        if isinstance(inner, ReadsEach):
+            self.read_each = partial(self._read_each, inner)
+        if isinstance(inner, ReadsPieces):
+            self.read_pieces = partial(self._read_pieces, inner)
+        if hasattr(inner, "clone"):
+            self.clone = partial(self._clone, inner.clone)
+
+    def __repr__(self) -> str:
+        return f"PackedStorage({self.inner!r}, {self.packing!r})"
+
+    def __reduce__(self) -> Any:
+        return PackedStorage, (self.inner, self.packing)
 
     @property
     def uri(self) -> str:
@@ -75,57 +105,357 @@ class PackedStorage:
         return self.inner.capabilities
 
     def local_path(self, path: str) -> Path | None:
-        return self.inner.local_path(path)
+        """As of the inner storage; None for a shard, of which nobody can say beforehand what the file is."""
+        return None if is_packable(check_relative(path)) else self.inner.local_path(path)
+
+    async def free_nbytes(self) -> int | None:
+        return await self.inner.free_nbytes()
+
+    async def close(self) -> None:
+        for pool in (self._unpacker, self._encoders):
+            if pool is not None and pool.pid == os.getpid():
+                pool.shutdown()
+        self._unpacker = self._encoders = None
+        await self.inner.close()
+
+    # Reading
 
     async def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        return await self.inner.read(path, offset, nbytes)
+        if not is_packable(check_relative(path)):
+            return await self.inner.read(path, offset, nbytes)
+        if offset < 0 or (nbytes is not None and nbytes < 0):
+            raise UsageError(f"no file has {nbytes} bytes at {offset}", hint="offset and length are not negative")
+        if nbytes == 0:
+            return b""
+
+        async def attempt(form: Form) -> bytes:
+            if not form.packed:
+                return await self.inner.read(form.path, offset, nbytes)
+            wanted = form.nbytes - offset if nbytes is None else nbytes
+            self._check_range(path, form, offset, wanted)
+            buffer = bytearray(wanted)
+            await self._unpacked(path, form, offset, memoryview(buffer), None, 1)
+            return bytes(buffer)
+
+        return await self._found(path, attempt)
 
     async def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        await self.inner.read_into(path, offset, buffer)
+        if not is_packable(check_relative(path)):
+            return await self.inner.read_into(path, offset, buffer)
+        if not buffer.nbytes:
+            return None
+
+        async def attempt(form: Form) -> None:
+            if not form.packed:
+                return await self.inner.read_into(form.path, offset, buffer)
+            self._check_range(path, form, offset, buffer.nbytes)
+            return await self._unpacked(path, form, offset, buffer.cast("B"), None, 1)
+
+        return await self._found(path, attempt)
 
     async def read_proved(
         self, path: str, offset: int, buffer: memoryview, prove: Callable[[int, memoryview], None], *, unit: int = 1 << 20
     ) -> None:
-        raise NotImplementedError
+        """`contract.ReadsProved`."""
+        inner = self.inner
+        if not buffer.nbytes:
+            return None
+
+        async def plain(stored: str) -> None:
+            if isinstance(inner, ReadsProved):
+                return await inner.read_proved(stored, offset, buffer, prove, unit=unit)
+            await inner.read_into(stored, offset, buffer)
+            return await asyncio.to_thread(prove, offset, buffer.cast("B"))
+
+        if not is_packable(check_relative(path)):
+            return await plain(path)
+
+        async def attempt(form: Form) -> None:
+            if not form.packed:
+                return await plain(form.path)
+            self._check_range(path, form, offset, buffer.nbytes)
+            return await self._unpacked(path, form, offset, buffer.cast("B"), prove, unit)
+
+        return await self._found(path, attempt)
+
+    async def _found(self, path: str, attempt: Callable[[Form], Awaitable[T]]) -> T:
+        """Does `attempt` where the shard lies; once more where what was remembered of that is no longer so."""
+        for left in range(_LOOKS - 1, -1, -1):
+            form = await self._names.find(path)
+            try:
+                return await attempt(form)
+            except NotFoundError:
+                self._names.forget(path, form)
+                if not left:
+                    raise
+        raise AssertionError("the last round returns or raises")
+
+    async def _unpacked(self, path: str, form: Form, offset: int, buffer: memoryview, prove: Prove | None, unit: int) -> None:
+        if buffer.readonly or not buffer.c_contiguous:
+            raise UsageError(f"can't read {path} into memory that is read-only or not contiguous", hint="pass a writable memoryview")
+        unpacker = self._unpacking()
+        known = await unpacker.footers.of(form, path)
+        seen = _Seen(prove)
+        try:
+            await unpacker.read(path, known, offset, buffer, seen.prove if prove is not None else None, unit)
+        except IntegrityError:
+            if seen.refused or seen.any:
+                raise
+            # Somebody may have written the same shard anew: then frames lie elsewhere than they did.
+            stat = await self.inner.stat(form.path)
+            again = await unpacker.footers.read(form_of_packed(path, form.nbytes, stat.nbytes), path)
+            if again.digest == known.digest:
+                raise
+            unpacker.forget(form.path)
+            self._names.note(path, [again.form])
+            await unpacker.read(path, again, offset, buffer, prove, unit)
+
+    def _check_range(self, path: str, form: Form, offset: int, nbytes: int) -> None:
+        if offset < 0:
+            raise UsageError(f"no file has {nbytes} bytes at {offset}", hint="offset and length are not negative")
+        if nbytes < 0 or offset + nbytes > form.nbytes:
+            wanted = "bytes" if nbytes < 0 else f"{nbytes} bytes"
+            raise IntegrityError(
+                f"{self.uri}/{path} has {form.nbytes} bytes, but {wanted} from {offset} were wanted",
+                hint="the file was cut short, or its manifest is of another file: run `tierstore verify`",
+                file=path,
+            )
+
+    def _unpacking(self) -> Unpacker:
+        from tierstore.storage.unpacking import Unpacker
+
+        unpacker = self._unpacker
+        if unpacker is None or unpacker.pid != os.getpid():  # threads don't survive a fork
+            threads = self.packing.threads if self.packing is not None else _THREADS
+            unpacker = self._unpacker = Unpacker(self.inner, self._names.find, threads)
+        return unpacker
+
+    async def _read_each(self, inner: ReadsEach, paths: Sequence[str]) -> list[bytes | Exception]:
+        """`contract.ReadsEach`."""
+        if not any(is_packable(path) for path in paths):
+            return await inner.read_each(paths)
+        found: list[bytes | Exception] = []
+        for path in paths:
+            try:
+                found.append(await self.read(path))
+            except TierStoreError as error:
+                found.append(error)
+        return found
+
+    async def _read_pieces(self, inner: ReadsPieces, readings: Sequence[Reading]) -> None:
+        """`contract.ReadsPieces`: plain files by the inner storage's threads."""
+        plain: list[Reading] = []
+        packed: list[Reading] = []
+        for reading in readings:
+            try:
+                is_packed = is_packable(reading.path) and (await self._names.find(reading.path)).packed
+            except NotFoundError:
+                is_packed = False  # the inner storage says what is missing
+            (packed if is_packed else plain).append(reading)
+        if plain:
+            await inner.read_pieces(plain)
+        turns = asyncio.Semaphore(_READINGS)
+        await all_or_none([self._read_packed(reading, begin, end, turns) for reading in packed for begin, end in reading.ranges])
+
+    async def _read_packed(self, reading: Reading, begin: int, end: int, turns: asyncio.Semaphore) -> None:
+        step = max(1, _TAKEN_NBYTES // reading.unit) * reading.unit
+        for at in range(begin, end, step):
+            until = min(at + step, end)
+            async with turns:
+                place = reading.place(at, until)
+                memory = memoryview(bytearray(until - at)) if place is None else place
+                try:
+                    await self.read_into(reading.path, at, memory)
+                except (TierStoreError, OSError) as error:
+                    reading.failed(at, until, error)
+                    continue
+                await asyncio.to_thread(reading.take, at, memory, place is not None)
+
+    # Writing
 
     async def write(self, path: str, source: Source) -> FileInfo:
-        return await self.inner.write(path, source)
+        return await self._write(path, source, PackHints(), self.inner.write)
 
     async def write_on(self, path: str, source: Source) -> FileInfo:
-        return await self.inner.write(path, source)
+        """`contract.WritesOn`, as far as the inner storage goes on with anything."""
+        return await self._write(path, source, PackHints(), self._going_on())
 
     async def write_packed(self, path: str, source: Source, hints: PackHints) -> FileInfo:
-        return await self.inner.write(path, source)
-
-    async def packed_facts(self, path: str) -> PackedFacts | None:
-        return None
-
-    async def origins(self, path: str, begin: int, end: int) -> Sequence[Unchanged]:
-        return ()
+        """`contract.WritesPacked`."""
+        return await self._write(path, source, hints, self._going_on())
 
     async def put(self, path: str, data: bytes) -> FileInfo:
+        if is_packable(check_relative(path)):
+            return await self.write(path, BytesSource(data))
         return await self.inner.put(path, data)
 
     async def create(self, path: str, data: bytes) -> None:
         await self.inner.create(path, data)
 
+    def _going_on(self) -> Callable[[str, Source], Awaitable[FileInfo]]:
+        return self.inner.write_on if isinstance(self.inner, WritesOn) else self.inner.write
+
+    async def _write(self, path: str, source: Source, hints: PackHints, write: Callable[[str, Source], Awaitable[FileInfo]]) -> FileInfo:
+        if not is_packable(check_relative(path)):
+            return await write(path, source)
+        if self.packing is None:
+            info = await write(path, source)
+            await self._became(path, Form(path=path, nbytes=info.nbytes, stored_nbytes=info.nbytes, packed=False))
+            return info
+        from tierstore.storage.packing import EncodedSource
+
+        await self._mark()
+        form = form_of_packed(path, source.nbytes, None)
+        encoded = EncodedSource(source, self.packing, hints, self._encoding(self.packing))
+        try:
+            info = await write(form.path, encoded)
+        finally:
+            await encoded.close()
+        form = form_of_packed(path, source.nbytes, info.nbytes)
+        await self._became(path, form)
+        return shown_as(path, form, info)
+
+    def _encoding(self, packing: Packing) -> DaemonPool:
+        from tierstore.storage._threads import DaemonPool
+
+        pool = self._encoders
+        if pool is None or pool.pid != os.getpid():
+            pool = self._encoders = DaemonPool(packing.threads, "tierstore-pack", packing.nice)
+        return pool
+
+    async def _became(self, path: str, form: Form) -> None:
+        """A form was published: it is the one that counts, and the others go."""
+        others = await self._names.others(path, form)
+        if self._unpacker is not None:
+            for stored in (form.path, *others):
+                self._unpacker.forget(stored)
+        self._names.note(path, [form])
+        if others:
+            await self.inner.delete(others)
+
+    async def _mark(self) -> None:
+        """Before the first packed file there is the marker."""
+        if self._marked:
+            return
+        try:
+            await self.inner.stat(PACKED_MARKER)
+        except NotFoundError:
+            await self.inner.put(PACKED_MARKER, _MARK)
+        self._marked = True
+
+    async def _clone(
+        self, clone: Callable[..., Awaitable[FileInfo | None]], path: str, origin: Path, *, hard: bool = False
+    ) -> FileInfo | None:
+        """`PosixStorage.clone`; a shard that is to be packed can't be taken in as it is."""
+        if not is_packable(check_relative(path)):
+            return await clone(path, origin, hard=hard)
+        if self.packing is not None:
+            return None
+        info = await clone(path, origin, hard=hard)
+        if info is not None:
+            await self._became(path, Form(path=path, nbytes=info.nbytes, stored_nbytes=info.nbytes, packed=False))
+        return info
+
+    # Names
+
     async def stat(self, path: str) -> FileInfo:
-        return await self.inner.stat(path)
+        if not is_packable(check_relative(path)):
+            return await self.inner.stat(path)
+
+        async def attempt(form: Form) -> FileInfo:
+            info = shown_as(path, form, await self.inner.stat(form.path))
+            if form.packed and info.stored_nbytes != form.stored_nbytes:
+                if self._unpacker is not None:
+                    self._unpacker.forget(form.path)
+                self._names.note(path, [form_of_packed(path, form.nbytes, info.stored_nbytes)])
+            return info
+
+        return await self._found(path, attempt)
 
     async def list(self, folder: str = "") -> list[FileInfo]:
-        return await self.inner.list(folder)
+        return self._names.shown(await self.inner.list(folder), folder, deep=True)
 
     async def children(self, folder: str = "") -> Listing:
-        return await self.inner.children(folder)
+        level = await self.inner.children(folder)
+        return Listing(files=tuple(self._names.shown(level.files, folder)), folders=level.folders)
 
     async def delete(self, paths: Sequence[str]) -> None:
-        await self.inner.delete(paths)
+        stored: dict[str, None] = {}
+        unknown: dict[str, list[str]] = {}
+        for path in paths:
+            if not is_packable(check_relative(path)):
+                stored[path] = None
+            elif forms := self._names.known(path):
+                stored.update(dict.fromkeys(form.path for form in forms))
+            else:
+                unknown.setdefault(split(path)[0], []).append(path)
+        for folder, missing in unknown.items():
+            self._names.shown((await self.inner.children(folder)).files, folder)
+            for path in missing:
+                stored.update(dict.fromkeys(form.path for form in self._names.known(path)) or {path: None})
+        await self.inner.delete(list(stored))
+        for path in paths:
+            for form in self._names.known(path):
+                if self._unpacker is not None:
+                    self._unpacker.forget(form.path)
+            self._names.note(path, ())
 
-    async def free_nbytes(self) -> int | None:
-        return await self.inner.free_nbytes()
+    # Packed files
 
-    def pace_writes(self, limit: Bandwidth | None) -> None:
-        """As `contract.PacesWrites`, where the inner storage does."""
+    async def packed_facts(self, path: str) -> PackedFacts | None:
+        """`contract.WritesPacked`."""
+        known = await self._known(path)
+        if known is None:
+            return None
+        footer = known.footer
+        return PackedFacts(
+            digest=known.digest,
+            stored_nbytes=int(footer.frame_ends[-1]) + known.nbytes if len(footer.frame_ends) else known.nbytes,
+            lossy=frozenset(footer.lossy),
+            refers_to=tuple(sorted(footer.files[1:])),
+            quantised=footer.quantised,
+            block_nbytes=footer.block_nbytes,
+        )
 
-    async def close(self) -> None:
-        await self.inner.close()
+    async def origins(self, path: str, begin: int, end: int) -> Sequence[Unchanged]:
+        """`contract.WritesPacked`."""
+        known = await self._known(path)
+        if known is None:
+            return ()
+        return [
+            Unchanged(begin=part.begin, end=part.end, path=known.footer.files[part.file], source=part.source)
+            for part in known.parts(begin, end)
+            if part.file and part.kind == "copy"
+        ]
+
+    async def _known(self, path: str) -> Known | None:
+        """The packed file of a shard; None: it is a plain one, or no shard."""
+        if not is_packable(check_relative(path)):
+            await self.inner.stat(path)
+            return None
+
+        async def attempt(form: Form) -> Known | None:
+            if form.packed:
+                return await self._unpacking().footers.of(form, path)
+            await self.inner.stat(form.path)
+            return None
+
+        return await self._found(path, attempt)
+
+
+class _Seen:
+    """Whether any byte was proved, and whether it was the proof that failed."""
+
+    def __init__(self, prove: Prove | None) -> None:
+        self._prove = prove
+        self.any = False
+        self.refused = False
+
+    def prove(self, at: int, piece: memoryview) -> None:
+        assert self._prove is not None
+        self.any = True
+        try:
+            self._prove(at, piece)
+        except BaseException:
+            self.refused = True
+            raise

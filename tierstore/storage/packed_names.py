@@ -1,0 +1,200 @@
+"""Under which names raw shards lie in a storage: as they are, or packed. What was seen is remembered, and looked for anew when gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from tierstore.format.packed.types import packable, packed_name, parse_packed_name
+from tierstore.storage.contract import FileInfo, Storage
+
+__all__ = ["Form", "StoredNames", "form_of_packed", "is_packable", "shown_as", "split"]
+
+_Looking = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, tuple[asyncio.Lock, int]]]
+_REMEMBERED = 1 << 16
+"""Names of so many shards."""
+_LISTED = 1 << 12
+"""Folders."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """A file that holds a raw shard.
+
+    Attributes:
+        path: Its name in the storage.
+        nbytes: Of the raw shard.
+        stored_nbytes: Of the file; None: it was not told.
+        packed: It is a packed file; else the raw shard itself.
+    """
+
+    path: str
+    nbytes: int
+    stored_nbytes: int | None
+    packed: bool
+
+
+def split(path: str) -> tuple[str, str]:
+    """Folder and name."""
+    folder, _, name = path.rpartition("/")
+    return folder, name
+
+
+def is_packable(path: str) -> bool:
+    """Whether a raw path is one that may be packed."""
+    return packable(split(path)[1])
+
+
+class StoredNames:
+    """The forms of raw shards in one storage; usable from any thread and event loop, anew after a fork.
+
+    Args:
+        inner: The storage.
+    """
+
+    def __init__(self, inner: Storage) -> None:
+        self._inner = inner
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._forms: OrderedDict[str, tuple[Form, ...]] = OrderedDict()
+        self._listed: OrderedDict[str, bool] = OrderedDict()
+        self._looking: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, tuple[asyncio.Lock, int]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def shown(self, files: Iterable[FileInfo], folder: str, *, deep: bool = False) -> list[FileInfo]:
+        """A listing with raw paths and lengths, and one entry for each shard; remembers the forms.
+
+        Args:
+            files: What the storage listed.
+            folder: Of which folder.
+            deep: And of all below it.
+        """
+        found: list[FileInfo] = []
+        forms: dict[str, list[tuple[Form, FileInfo]]] = {}
+        for info in files:
+            raw, form = _form_of(info)
+            if form is None:
+                found.append(info)
+            else:
+                forms.setdefault(raw, []).append((form, info))
+        for raw, some in forms.items():
+            some.sort(key=_best_first)
+            self.note(raw, [form for form, _ in some])
+            found.append(shown_as(raw, *some[0]))
+        with self._lock:
+            self._listed[folder] = deep or self._listed.pop(folder, False)
+            if len(self._listed) > _LISTED:
+                self._listed.popitem(last=False)
+        return found
+
+    def _was_listed(self, folder: str) -> bool:
+        with self._lock:
+            if folder in self._listed:
+                return True
+            while folder:
+                folder, _ = split(folder)
+                if self._listed.get(folder):
+                    return True
+            return False
+
+    def note(self, path: str, forms: Sequence[Form]) -> None:
+        """Remembers all forms of a shard, the one that counts first; none: forgets it."""
+        if self._pid != os.getpid():
+            self._reset()
+        with self._lock:
+            self._forms.pop(path, None)
+            if forms:
+                self._forms[path] = tuple(forms)
+                if len(self._forms) > _REMEMBERED:
+                    self._forms.popitem(last=False)
+
+    def known(self, path: str) -> tuple[Form, ...]:
+        """What is remembered."""
+        if self._pid != os.getpid():
+            self._reset()
+        with self._lock:
+            return self._forms.get(path, ())
+
+    def forget(self, path: str, form: Form) -> None:
+        """A form is not there any more: nothing that is remembered of its shard counts."""
+        if form in self.known(path):
+            self.note(path, ())
+
+    async def find(self, path: str) -> Form:
+        """Where a shard lies: as remembered, else as a listing of its folder shows.
+
+        Raises:
+            NotFoundError: Nowhere.
+        """
+        forms = self.known(path)
+        if forms:
+            return forms[0]
+        folder, _ = split(path)
+        with self._lock:
+            locks = self._looking.setdefault(asyncio.get_running_loop(), {})
+        lock, waiting = locks.get(folder, (asyncio.Lock(), 0))
+        locks[folder] = lock, waiting + 1
+        try:
+            async with lock:  # of several that look for shards of one folder, the first one's listing serves all that it shows
+                forms = self.known(path)
+                if not forms:
+                    self.shown((await self._inner.children(folder)).files, folder)
+                    forms = self.known(path)
+        finally:
+            lock, waiting = locks.pop(folder)
+            if waiting > 1:
+                locks[folder] = lock, waiting - 1
+        if forms:
+            return forms[0]
+        _, form = _form_of(await self._inner.stat(path))  # it says what is missing, in its own words
+        assert form is not None
+        self.note(path, [form])
+        return form
+
+    async def others(self, path: str, form: Form) -> list[str]:
+        """The files of the same shard beside `form`, which has just been written: as remembered, if its folder was listed ever before.
+
+        What another process wrote since stays: it has the same bytes.
+        """
+        known, folder = self.known(path), split(path)[0]
+        if not known and not self._was_listed(folder):
+            self.shown((await self._inner.children(folder)).files, folder)
+            known = self.known(path)
+        return [other.path for other in known if other.path != form.path]
+
+
+def shown_as(path: str, form: Form, info: FileInfo) -> FileInfo:
+    """What is said of a raw shard, of which `info` is said where it lies."""
+    return replace(info, path=path, nbytes=form.nbytes, stored_nbytes=info.nbytes) if form.packed else info
+
+
+def form_of_packed(path: str, nbytes: int, stored_nbytes: int | None) -> Form:
+    """The packed form of a raw shard."""
+    return Form(path=packed_name(path, nbytes), nbytes=nbytes, stored_nbytes=stored_nbytes, packed=True)
+
+
+def _form_of(info: FileInfo) -> tuple[str, Form | None]:
+    """The raw path of a file, and its form if it is a shard."""
+    folder, name = split(info.path)
+    parsed = parse_packed_name(name)
+    if parsed is not None:
+        raw = f"{folder}/{parsed[0]}" if folder else parsed[0]
+        return raw, Form(path=info.path, nbytes=parsed[1], stored_nbytes=info.nbytes, packed=True)
+    if packable(name):
+        return info.path, Form(path=info.path, nbytes=info.nbytes, stored_nbytes=info.nbytes, packed=False)
+    return info.path, None
+
+
+def _best_first(one: tuple[Form, FileInfo]) -> tuple[bool, float, int]:
+    """A packed file before the plain one; of several the newest (a shard's folder is of one attempt: they hold the same)."""
+    form, info = one
+    return not form.packed, -info.modified_at.timestamp() if info.modified_at else 0.0, -form.nbytes

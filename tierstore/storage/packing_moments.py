@@ -1,0 +1,178 @@
+"""Which tensors of a shard are quantised, what of them becomes zero, and how far an optimizer's steps are off afterwards."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.format.packed.layout import pieces_of
+from tierstore.format.packed.types import Piece, Quantised, Stretch
+from tierstore.format.quantise import UpdateError, decode_moment, encode_moment, update_errors
+from tierstore.storage.packing_extras import Extra, covering
+from tierstore.storage.packing_rules import QuantiseRule
+
+__all__ = ["Measured", "Moments", "merged", "zero_mask"]
+
+_Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What one block came to for one tensor; `error` None: nothing was measured here."""
+
+    name: str
+    error: UpdateError | None = None
+
+
+class Moments:
+    """The tensors of one file that are quantised.
+
+    Args:
+        stretches: Of the file.
+        rule: Which tensors, and how; None: none.
+        scheme: Used instead of the rule's own, where one is given.
+        block_nbytes: Of the packed file.
+    """
+
+    def __init__(self, stretches: Sequence[Stretch], rule: QuantiseRule | None, scheme: str | None, block_nbytes: int) -> None:
+        self._block = block_nbytes
+        self._stretches = stretches
+        self._scheme: Literal["q8", "q4"] = "q8"
+        self.names: dict[str, Stretch] = {}
+        """What is quantised, by name."""
+        self._second: dict[str, Stretch] = {}
+        if rule is None:
+            return
+        self._scheme = _known(scheme or rule.scheme)
+        by_name = {stretch.name: stretch for stretch in stretches if stretch.name}
+        for name, stretch in by_name.items():
+            if _wanted(stretch, rule):
+                self.names[name] = stretch
+        for name, stretch in self.names.items():
+            base, at, place = name.partition("@")
+            second = by_name.get(f"{base}_sq{at}{place}")
+            if second is not None and second.shape == stretch.shape and second.dtype == "float32":
+                self._second[name] = second
+
+    def needs(self, stretch: Stretch, begin: int, end: int) -> tuple[int, int] | None:
+        """Which other bytes of the file have to be known for the bytes ``[begin, end)`` of a tensor: those of its second moment."""
+        second = self._second.get(stretch.name)
+        if second is None:
+            return None
+        first, last = second.begin + begin - stretch.begin, second.begin + end - stretch.begin
+        # Whole blocks: what becomes of a number depends on what is quantised with it.
+        first = max(second.begin, first // self._block * self._block)
+        last = min(second.end, -(-last // self._block) * self._block)
+        return first, last
+
+    def quantised(self, piece: Piece, stretch: Stretch, begin: int) -> Quantised | None:
+        """How a piece of the block at `begin` is quantised; None: it is not."""
+        if stretch.name not in self.names or piece.itemsize != 4:
+            return None
+        columns = stretch.shape[-1]
+        kind: Literal["first", "second"] = "second" if _base(stretch.name).endswith("_sq") else "first"
+        first = (begin + piece.begin - stretch.begin) // 4 % columns
+        return Quantised(scheme=self._scheme, kind=kind, columns=columns, first_column=first)
+
+    def second_of(self, piece: Piece, stretch: Stretch, begin: int, extras: Sequence[Extra]) -> _Floats | None:
+        """The second moments that belong to a piece of first ones."""
+        second = self._second.get(stretch.name)
+        if second is None:
+            return None
+        first = second.begin + begin + piece.begin - stretch.begin
+        data = covering(extras, first, first + piece.end - piece.begin)
+        return None if data is None else np.frombuffer(data, dtype="<f4")
+
+    def measure(self, piece: Piece, stretch: Stretch, begin: int, exact: _Floats, made: _Floats, extras: Sequence[Extra]) -> UpdateError:
+        """How far the steps of a piece of first moments are off.
+
+        Args:
+            piece: In the block at `begin`.
+            stretch: Of which it is.
+            begin: In the file, in bytes.
+            exact: The piece's numbers.
+            made: What is made of them again.
+            extras: Have the second moments.
+        """
+        v = self.second_of(piece, stretch, begin, extras)
+        if v is None:
+            one = np.ones(exact.size, dtype=np.float32)
+            return update_errors(exact, one, made, one)
+        return update_errors(exact, v, made, self._decoded_second(piece, stretch, begin, v, extras))
+
+    def _decoded_second(self, piece: Piece, stretch: Stretch, begin: int, v: _Floats, extras: Sequence[Extra]) -> _Floats:
+        second = self._second[stretch.name]
+        if second.name not in self.names:
+            return v
+        first = second.begin + begin + piece.begin - stretch.begin
+        last = first + piece.end - piece.begin
+        found: _Floats = v.copy()
+        for block in range(first // self._block, -(-last // self._block)):
+            origin = block * self._block
+            for part, of in pieces_of((second,), max(origin, second.begin), min(origin + self._block, second.end)):
+                at = max(origin, second.begin) + part.begin
+                part = Piece(begin=at - origin, end=at + part.end - part.begin - origin, itemsize=part.itemsize, rotated=False)
+                how = self.quantised(part, of, origin)
+                data = covering(extras, at, at + part.end - part.begin)
+                if how is None or data is None:
+                    continue
+                numbers = np.frombuffer(data, dtype="<f4")
+                coded = encode_moment(numbers, how)
+                if coded is None:
+                    continue
+                made = decode_moment(coded, numbers.size, how)
+                low, high = max(at, first), min(at + 4 * numbers.size, last)
+                if low < high:
+                    found[(low - first) // 4 : (high - first) // 4] = made[(low - at) // 4 : (high - at) // 4]
+        return found
+
+    def facts(self, errors: Mapping[str, UpdateError | None]) -> dict[str, Mapping[str, Any]]:
+        """What the footer says of the tensors that were quantised."""
+        told: dict[str, Mapping[str, Any]] = {}
+        for name, error in errors.items():
+            kind = "second" if _base(name).endswith("_sq") else "first"
+            measured = {} if error is None else {"max_error": _finite(error.max), "mean_error": _finite(error.mean)}
+            told[name] = {"scheme": self._scheme, "kind": kind, **measured}
+        return told
+
+
+def zero_mask(v: _Floats | None) -> npt.NDArray[np.bool_] | None:
+    return None if v is None else v == 0
+
+
+def merged(errors: Iterable[UpdateError | None]) -> UpdateError | None:
+    """Of all parts together."""
+    total: UpdateError | None = None
+    for error in errors:
+        total = error if total is None else total if error is None else total.merged(error)
+    return total
+
+
+def _known(scheme: str) -> Literal["q8", "q4"]:
+    if scheme == "q8":
+        return "q8"
+    if scheme == "q4":
+        return "q4"
+    raise ValueError(f"there is no scheme {scheme!r}")
+
+
+def _base(name: str) -> str:
+    """Without the place of a further chunk of the same tensor (`format.shard`)."""
+    return name.partition("@")[0]
+
+
+def _wanted(stretch: Stretch, rule: QuantiseRule) -> bool:
+    if stretch.dtype != "float32" or len(stretch.shape) < 2 or (stretch.end - stretch.begin) // 4 < rule.min_numel:
+        return False
+    base = _base(stretch.name)
+    return any(fnmatchcase(base, one) for one in rule.include) and not any(fnmatchcase(base, one) for one in rule.exclude)
+
+
+def _finite(number: float) -> float:
+    return min(float(number), sys.float_info.max)

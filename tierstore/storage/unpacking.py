@@ -1,0 +1,397 @@
+"""Reading ranges of packed files: neighbouring frames in one request, decoded in threads, runs followed to where their bytes are."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tierstore.errors import FormatError, IntegrityError, NotFoundError
+from tierstore.format.packed.frame import decode_frame
+from tierstore.format.packed.rounding import round_into
+from tierstore.storage._threads import DaemonPool
+from tierstore.storage.contract import Storage
+from tierstore.storage.packed_names import Form
+from tierstore.storage.tasks import all_or_none, to_the_end
+from tierstore.storage.unpacking_cache import Blocks, Decoded, Flights, Key
+from tierstore.storage.unpacking_footers import Footers, Known, Part
+
+__all__ = ["Unpacker"]
+
+_BATCH_NBYTES = 8 << 20
+"""Of raw bytes that are read and decoded at once."""
+_BATCHES = 6
+"""Of all reads together; what runs need is not counted."""
+_GAP_NBYTES = 128 << 10
+"""Of stored bytes between frames that are read as well rather than asked for apart."""
+_DEEPEST = 8
+"""So many runs that are made of runs are followed."""
+_PLAIN_BLOCK_NBYTES = 1 << 20
+
+Prove = Callable[[int, memoryview], None]
+Find = Callable[[str], Awaitable[Form]]
+
+
+class Unpacker:
+    """Reads packed files of one storage; for one process, any thread and event loop.
+
+    Args:
+        inner: The storage.
+        find: Where raw shards lie in it.
+        threads: That decode.
+    """
+
+    def __init__(self, inner: Storage, find: Find, threads: int) -> None:
+        self.pid = os.getpid()
+        self.footers = Footers(inner)
+        self._inner = inner
+        self._find = find
+        self._pool = DaemonPool(threads, "tierstore-unpack")
+        self._threads = threads
+        self._decoded = Decoded()
+        self._lock = threading.Lock()
+        self._by_loop: dict[int, _Here] = {}
+
+    def forget(self, stored: str) -> None:
+        """The file under this name in the storage is not what it was."""
+        self.footers.forget(stored)
+        self._decoded.forget(stored)
+
+    def shutdown(self) -> None:
+        """Ends the threads when they are through."""
+        self._pool.shutdown()
+
+    async def read(self, path: str, known: Known, offset: int, buffer: memoryview, prove: Prove | None, unit: int) -> None:
+        """Fills `buffer` from `offset` of a raw shard.
+
+        Args:
+            path: The raw path, for errors.
+            known: Its packed file.
+            offset: In the raw file, in bytes; all of the range lies in it.
+            buffer: Writable bytes.
+            prove: As of `contract.ReadsProved`.
+            unit: As there.
+
+        Raises:
+            IntegrityError: The packed file, or one that it takes bytes from, is damaged.
+        """
+        proofs = None if prove is None else _Proofs(offset, buffer, prove, unit)
+        here = self._here()
+
+        async def one(begin: int, end: int) -> None:
+            async with here.batches:
+                await self._batch(path, known, begin, end, buffer[begin - offset : end - offset], 0, proofs)
+
+        await all_or_none([one(begin, end) for begin, end in _batches(known, offset, offset + buffer.nbytes)])
+
+    def _here(self) -> _Here:
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            for number, here in list(self._by_loop.items()):
+                if here.loop.is_closed():
+                    del self._by_loop[number]
+            found = self._by_loop.get(id(loop))
+            if found is None:
+                found = self._by_loop[id(loop)] = _Here(loop)
+            return found
+
+    async def _batch(
+        self, path: str, known: Known, begin: int, end: int, target: memoryview, depth: int, proofs: _Proofs | None = None
+    ) -> None:
+        """Fills `target` with ``[begin, end)`` of the raw file."""
+        size = known.footer.block_nbytes
+        numbers = range(begin // size, -(-end // size))
+        keys = {number: (known.form.path, known.digest, number) for number in numbers}
+        there = {number: block for number in numbers if (block := self._decoded.get(keys[number])) is not None}
+        missing = [number for number in numbers if number not in there]
+        parts = {n: list(known.parts(max(begin, known.block(n)[0]), min(end, known.block(n)[1]))) for n in missing}
+        frames, sources = _Frames(), _Sources()
+        jobs: list[Awaitable[None]] = [self._frames(known, group, frames) for group in _groups(known, missing)]
+        jobs += [self._sources(path, known, part, sources, depth) for part in _joined(parts)]
+        await all_or_none(jobs)
+
+        def work(number: int) -> None:
+            first, last = known.block(number)
+            low, high = max(first, begin), min(last, end)
+            into = target[low - begin : high - begin]
+            block = there.get(number)
+            if block is not None:
+                _copy(into, block[low - first : high - first])
+            elif low == first and high == last:
+                self._decode(path, known, number, frames, into)
+                _fill(into, first, parts[number], sources)
+                if depth == 0 and known.is_taken_from(first, last):
+                    self._decoded.put(keys[number], memoryview(bytes(into)))
+            else:
+                whole = np.empty(last - first, dtype=np.uint8).data
+                self._decode(path, known, number, frames, whole)
+                _copy(into, whole[low - first : high - first])
+                _fill(into, low, parts[number], sources)
+            if proofs is not None:
+                proofs.filled(low, high)
+
+        await self._in_threads(work, numbers)
+
+    def _decode(self, path: str, known: Known, number: int, frames: _Frames, block: memoryview) -> None:
+        """Decodes a block's frame, but for what runs cover."""
+        first, last = known.block(number)
+        holes = [(begin - first, end - first) for begin, end in known.holes(first, last)]
+        frame = frames.of(*known.frame(number))
+        promised = known.footer.lossy.get(number)
+        try:
+            if promised is not None and hashlib.sha256(frame).digest() != promised:
+                raise FormatError("its frame is not what the footer promises", hint="")
+            if decode_frame(frame, block, holes) and promised is None:
+                raise FormatError("its frame is not exact, and the footer does not say so", hint="")
+        except FormatError as error:
+            raise IntegrityError(
+                f"{path} in {self._inner.uri} is damaged: block {number} (bytes {first} to {last}) of its packed file: {error.message}",
+                hint="run `tierstore verify --level full`; docs/guides/recovery.md shows how to put a good copy back",
+                file=path,
+                block=number,
+            ) from error
+
+    async def _frames(self, known: Known, extent: tuple[int, int], frames: _Frames) -> None:
+        begin, end = extent
+        data = np.empty(end - begin, dtype=np.uint8).data
+        await self._inner.read_into(known.form.path, begin, data)
+        frames.add(begin, data)
+
+    # Runs
+
+    async def _sources(self, path: str, known: Known, part: Part, sources: _Sources, depth: int) -> None:
+        """Gets the bytes that a part of a run is made of."""
+        if depth >= _DEEPEST:
+            raise self._lost(path, part, path, f"takes them from others, more than {_DEEPEST} times over")
+        other, form = path, known.form
+        if part.file:
+            other = known.footer.files[part.file]
+            try:
+                form = await self._find(other)
+            except NotFoundError as error:
+                raise self._lost(path, part, other, "is not there") from error
+        if part.source_end > form.nbytes:
+            raise self._lost(path, part, other, f"has {form.nbytes} bytes only")
+        try:
+            made = await self._made(other, form, part.source, part.source_end, depth + 1)
+        except NotFoundError as error:
+            raise self._lost(path, part, other, "is not there") from error
+        sources.add(part.file, part.source, part.source_end, *made)
+
+    def _lost(self, path: str, part: Part, other: str, why: str) -> IntegrityError:
+        return IntegrityError(
+            f"{path} in {self._inner.uri} is damaged: it takes bytes {part.begin} to {part.end} from {other}, which {why}",
+            hint="run `tierstore verify --level full`; docs/guides/recovery.md shows how to put a good copy back",
+            file=path,
+            source=other,
+        )
+
+    async def _made(self, path: str, form: Form, begin: int, end: int, depth: int) -> tuple[int, Blocks]:
+        """The blocks of a raw shard that have ``[begin, end)``, and their size."""
+        known = await self.footers.of(form, path) if form.packed else None
+        size = _PLAIN_BLOCK_NBYTES if known is None else known.footer.block_nbytes
+        digest = "" if known is None else known.digest
+        flights = self._here().flights
+        found: Blocks = {}
+        tasks: dict[asyncio.Task[Blocks], None] = {}
+        group: list[int] = []
+
+        def load() -> None:
+            if group:
+                numbers = list(group)
+                keys: list[Key] = [(form.path, digest, number) for number in numbers]
+                tasks[flights.begin(depth, keys, lambda: self._load(path, form, known, size, numbers, keys, depth))] = None
+                group.clear()
+
+        for number in range(begin // size, -(-end // size)):
+            key = (form.path, digest, number)
+            block = self._decoded.get(key)
+            if block is not None:
+                found[number] = block
+                load()
+            elif (flight := flights.of(depth, key)) is not None:
+                tasks[flight] = None
+                load()
+            else:
+                group.append(number)
+                if len(group) * size >= _BATCH_NBYTES:
+                    load()
+        load()
+        for blocks in await all_or_none([flights.wait(task) for task in tasks]):
+            found.update(blocks)
+        return size, found
+
+    async def _load(
+        self, path: str, form: Form, known: Known | None, size: int, numbers: Sequence[int], keys: Sequence[Key], depth: int
+    ) -> Blocks:
+        begin, end = numbers[0] * size, min((numbers[-1] + 1) * size, form.nbytes)
+        memory = np.empty(end - begin, dtype=np.uint8).data
+        if known is None:
+            await self._inner.read_into(form.path, begin, memory)
+        else:
+            await self._batch(path, known, begin, end, memory, depth)
+        blocks = {n: memory[n * size - begin : min((n + 1) * size, end) - begin].toreadonly() for n in numbers}
+        for key in keys:
+            self._decoded.put(key, blocks[key[2]])
+        return blocks
+
+    async def _in_threads(self, work: Callable[[int], None], numbers: Sequence[int]) -> None:
+        """Does `work` for all numbers; when it returns, however it does, no thread is at it."""
+        left = iter(numbers)
+        stopped = False
+
+        def turn() -> None:
+            for number in left:
+                if stopped:
+                    return
+                work(number)
+
+        calls = [asyncio.wrap_future(self._pool.submit(turn)) for _ in range(min(self._threads, len(numbers)))]
+        everything = asyncio.gather(*calls)
+        try:
+            await asyncio.shield(everything)
+        finally:
+            stopped = True
+            await to_the_end(_all_ended(calls))
+
+
+async def _all_ended(calls: Sequence[asyncio.Future[None]]) -> None:
+    await asyncio.gather(*calls, return_exceptions=True)
+
+
+class _Here:
+    """What belongs to one event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.batches = asyncio.Semaphore(_BATCHES)
+        self.flights = Flights()
+
+
+class _Frames:
+    """Extents of a packed file that were read."""
+
+    def __init__(self) -> None:
+        self._extents: list[tuple[int, memoryview]] = []
+
+    def add(self, begin: int, data: memoryview) -> None:
+        self._extents.append((begin, data))
+
+    def of(self, begin: int, end: int) -> memoryview:
+        """Those bytes; they are among what was read."""
+        if begin == end:
+            return memoryview(b"")
+        return next(data[begin - at : end - at] for at, data in self._extents if at <= begin and end <= at + data.nbytes)
+
+
+class _Sources:
+    """What runs are made of."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[int, int, int, int, Blocks]] = []
+
+    def add(self, file: int, begin: int, end: int, size: int, blocks: Blocks) -> None:
+        self._found.append((file, begin, end, size, blocks))
+
+    def pieces(self, file: int, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
+        """The bytes ``[begin, end)`` of a file, in pieces with their places."""
+        size, blocks = next(
+            (size, blocks) for of, first, last, size, blocks in self._found if of == file and first <= begin and end <= last
+        )
+        for number in range(begin // size, -(-end // size)):
+            low, high = max(begin, number * size), min(end, (number + 1) * size)
+            yield low, blocks[number][low - number * size : high - number * size]
+
+
+def _fill(target: memoryview, begin: int, parts: Sequence[Part], sources: _Sources) -> None:
+    """Makes the bytes of runs in `target`, that begins at `begin` of the raw file."""
+    for part in parts:
+        into = target[part.begin - begin : part.end - begin]
+        pieces = list(sources.pieces(part.file, part.source, part.source_end))
+        if part.kind == "copy":
+            for at, piece in pieces:
+                _copy(into[at - part.source : at - part.source + piece.nbytes], piece)
+            continue
+        if any((at - part.source) % 4 for at, _ in pieces):
+            pieces = [(part.source, memoryview(b"".join(piece for _, piece in pieces)))]
+        whole = into
+        if part.skipped or 2 * into.nbytes != part.source_end - part.source:
+            whole = memoryview(bytearray((part.source_end - part.source) // 2))
+        for at, piece in pieces:
+            low = (at - part.source) // 2
+            round_into(piece, whole[low : low + piece.nbytes // 2], part.kind)
+        if whole is not into:
+            _copy(into, whole[part.skipped : part.skipped + into.nbytes])
+
+
+def _joined(parts: Mapping[int, Sequence[Part]]) -> list[Part]:
+    """The parts of many blocks, in one where they are of one run."""
+    joined: list[Part] = []
+    for part in (part for some in parts.values() for part in some):
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and (last.end, last.kind, last.file) == (part.begin, part.kind, part.file)
+            and last.source <= part.source <= last.source_end
+        ):
+            joined[-1] = replace(last, end=part.end, source_end=max(last.source_end, part.source_end))
+        else:
+            joined.append(part)
+    return joined
+
+
+def _copy(target: memoryview, data: memoryview) -> None:
+    if target.nbytes:
+        np.frombuffer(target, dtype=np.uint8)[:] = np.frombuffer(data, dtype=np.uint8)
+
+
+def _batches(known: Known, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Ranges that are read and decoded at once: whole blocks, but for the ends."""
+    step = max(1, _BATCH_NBYTES // known.footer.block_nbytes) * known.footer.block_nbytes
+    while begin < end:
+        until = min(end, (begin // known.footer.block_nbytes) * known.footer.block_nbytes + step)
+        yield begin, until
+        begin = until
+
+
+def _groups(known: Known, numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """The extents of the packed file that have the frames of these blocks."""
+    extents: list[tuple[int, int]] = []
+    for number in numbers:
+        begin, end = known.frame(number)
+        if begin == end:
+            continue
+        if extents and begin - extents[-1][1] <= _GAP_NBYTES:
+            extents[-1] = extents[-1][0], end
+        else:
+            extents.append((begin, end))
+    return extents
+
+
+class _Proofs:
+    """Proves the units of a read as they become complete, in the thread that completes them."""
+
+    def __init__(self, offset: int, buffer: memoryview, prove: Prove, unit: int) -> None:
+        self._offset = offset
+        self._buffer = buffer
+        self._prove = prove
+        self._unit = unit
+        self._lock = threading.Lock()
+        self._left: dict[int, int] = {}
+
+    def filled(self, begin: int, end: int) -> None:
+        """The bytes ``[begin, end)`` of the file are there."""
+        low, high = begin - self._offset, end - self._offset
+        for number in range(low // self._unit, -(-high // self._unit)):
+            first, last = number * self._unit, min((number + 1) * self._unit, self._buffer.nbytes)
+            with self._lock:
+                left = self._left.pop(number, last - first) - (min(last, high) - max(first, low))
+                if left:
+                    self._left[number] = left
+            if not left:
+                self._prove(self._offset + first, self._buffer[first:last])
