@@ -460,7 +460,7 @@ def main(folder: Path, chosen: list[str]) -> None:
 
     import tierstore.integrations.deepspeed  # noqa: F401
 
-    ranks_kit._SERVER = multiprocessing.get_context("fork")  # type: ignore[assignment]
+    ranks_kit.SERVER = multiprocessing.get_context("fork")  # type: ignore[assignment]
     told: dict[str, Any] = {}
     for body, world_size in ((stages, 2), (one_rank, 1), (tags, 2), (pipeline, 2), (experts, 2), (guide, 0)):
         if chosen and body.__name__ not in chosen:

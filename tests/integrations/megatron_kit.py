@@ -357,7 +357,7 @@ def main(folder: Path, chosen: list[str]) -> None:
     import tierstore.integrations.megatron  # noqa: F401
 
     warnings.simplefilter("ignore")  # Megatron's own, about what is not installed
-    ranks_kit._SERVER = multiprocessing.get_context("fork")  # type: ignore[assignment]
+    ranks_kit.SERVER = multiprocessing.get_context("fork")  # type: ignore[assignment]
     told: dict[str, Any] = {}
     may_die = {"background": {0: 9, 1: 86}}
     for body, world_size in ((layouts, 2), (alone, 1), (background, 2), (after_death, 2), (gpt, 2), (guide, 2)):
