@@ -44,7 +44,12 @@ def state(step: int) -> dict[str, Any]:
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("explained")
     path = folder / "tierstore.yaml"
-    path.write_text("run: demo\ntiers:\n  - {name: node, uri: ./node, scope: node}\n  - {name: shared, uri: ./shared}\n")
+    path.write_text(
+        "run: demo\ntiers:\n"
+        "  - {name: node, uri: ./node, scope: node}\n"
+        "  - {name: shared, uri: ./shared, codec: zstd, master_once: true}\n"
+        "  - {name: far, uri: ./far}\n"
+    )
     with tierstore.open(str(path)) as store:
         for step in (10, 20):
             store.save(step, state(step))
@@ -83,10 +88,18 @@ def test_bytes_are_told_apart_by_names_and_content_and_none_is_counted_twice(con
     }
     assert found["weights_16"]["rounded_nbytes"] == 2 * NUMBERS
     assert (found["weights_16"]["tied"], found["weights_16"]["tied_nbytes"]) == (1, 2 * FROZEN)
-    assert set(found["master"]["tiers"]) == {"node", "shared"}
+    assert found["master"]["tiers"]["far"] == 4 * NUMBERS
     [explained] = of_type(told, "explained")
     assert explained["before"] == 10
     assert 2 * FROZEN * 0.7 <= explained["unchanged_nbytes"] <= 2 * FROZEN  # in whole blocks
+
+
+def test_what_it_foretells_is_what_packing_makes_of_it(config: Path) -> None:
+    [packed] = (config.parent / "shared" / "demo").glob("step-0000000020-*/*.packed")
+    told = values(config)
+    [foretold] = [o["nbytes"] for o in of_type(told, "option") if (o["codec"], o["master_once"], o["quantise"]) == ("zstd", True, None)][:1]
+    assert foretold == pytest.approx(packed.stat().st_size, rel=0.02)
+    assert sum(one["tiers"]["shared"] for one in of_type(told, "class")) == pytest.approx(packed.stat().st_size, rel=0.001)
 
 
 def test_each_option_is_told_with_what_it_saves(config: Path) -> None:
@@ -98,21 +111,19 @@ def test_each_option_is_told_with_what_it_saves(config: Path) -> None:
     assert saved["raw", False, False, "q8"] == pytest.approx((8 - 2.1) * NUMBERS / whole, abs=0.03)
     assert 0.1 < saved["zstd", False, False, None] < 0.5
     lossless = saved["zstd", True, True, None]
-    assert saved["zstd", True, False, None] < lossless < saved["zstd", True, True, "q8"] < saved["zstd", True, True, "q4"]
+    assert saved["zstd", True, False, None] < lossless < saved["zstd", True, False, "q8"] < saved["zstd", True, False, "q4"]
 
 
 def test_the_lines_to_write_are_a_configuration_for_the_farthest_tier(config: Path) -> None:
     [advice] = of_type(values(config), "advice")
     written = yaml.safe_load(advice["yaml"])["tiers"]
-    assert [(tier["name"], tier["codec"], tier["master_once"], tier["unchanged_once"]) for tier in written] == [
-        ("shared", "zstd", True, True)
-    ]
+    assert [(tier["name"], tier["codec"], tier["master_once"], tier["unchanged_once"]) for tier in written] == [("far", "zstd", True, True)]
     result = call(config)
     assert result.exit_code == 0, result.output
     assert result.stdout.endswith(advice["yaml"])
     base = yaml.safe_load(config.read_text())
     merged = [{**tier, **next((w for w in written if w["name"] == tier["name"]), {})} for tier in base["tiers"]]
-    assert load_config({**base, "tiers": merged}).tier("shared").codec.name == "zstd"
+    assert load_config({**base, "tiers": merged}).tier("far").codec.name == "zstd"
 
 
 def test_it_fits_eighty_columns_and_cuts_nothing(config: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from rich.text import Text
 
@@ -70,7 +71,7 @@ def _storing(tier: TierConfig) -> Storing:
     return Storing(
         zstd=tier.codec.name == "zstd",
         master_once=tier.stores_master_once,
-        unchanged_once=tier.stores_unchanged_once,
+        unchanged_once=tier.stores_unchanged_once and tier.quantise is None,
         quantise=None if tier.quantise is None else tier.quantise.scheme,
     )
 
@@ -127,8 +128,8 @@ def _show_options(cli: Cli, found: Explained) -> None:
     table = plain_table("STORED WITH", ("A CHECKPOINT", "right"), ("SAVES", "right"), "", fold=("STORED WITH", ""))
     table.add_row("as it is", format_size(found.shard_nbytes), "", "")
     for how in OPTIONS:
-        if how.unchanged_once and found.before is None and how != LOSSLESS and how.quantise is None:
-            continue  # nothing to compare with; the combinations are told without it
+        if found.before is None and how in (Storing(unchanged_once=True), Storing(zstd=True, master_once=True)):
+            continue  # there is nothing to compare with: what loses nothing is told without it
         nbytes = found.stored(how)
         best = "the most that loses nothing" if how == LOSSLESS else "loses precision" if how.quantise else ""
         table.add_row(_shown(how, found), format_size(nbytes), _percent(found, nbytes), best, style="bold" if how == LOSSLESS else "")
@@ -147,9 +148,7 @@ def _show_options(cli: Cli, found: Explained) -> None:
 
 
 def _shown(how: Storing, found: Explained) -> str:
-    if how.quantise and how.zstd:
-        return f"these that lose nothing + quantise: {how.quantise}"
-    return str(how if found.before is not None else Storing(zstd=how.zstd, master_once=how.master_once, quantise=how.quantise))
+    return str(how if found.before is not None else replace(how, unchanged_once=False))
 
 
 def _percent(found: Explained, nbytes: int) -> str:
@@ -172,9 +171,8 @@ def _show_notes(cli: Cli, found: Explained, tiers: Sequence[str]) -> None:
     tied = sum(one.tied for one in found.classes)
     if tied:
         nbytes = format_size(sum(one.tied_nbytes for one in found.classes))
-        cli.terminal.show(
-            wrapped(f"{tied} further {'name' if tied == 1 else 'names'} of tied tensors {'takes' if tied == 1 else 'take'} no room: {nbytes} are stored once")
-        )
+        told = "1 further name of a tied tensor takes" if tied == 1 else f"{tied:,} further names of tied tensors take"
+        cli.terminal.show(wrapped(f"{told} no room: {nbytes} are stored once"))
     cli.terminal.show(wrapped(f"measured with the codec itself on {format_size(found.sampled_nbytes)}, read from {' or '.join(tiers[:2])}"))
     cli.terminal.emit(
         {
@@ -194,7 +192,8 @@ def _show_notes(cli: Cli, found: Explained, tiers: Sequence[str]) -> None:
 
 def _show_advice(cli: Cli, found: Explained, config: StoreConfig, shards: Mapping[str, int], count: int) -> None:
     best = _best(found)
-    places = [tier for tier in config.tiers if not is_local(tier.uri)] or list(config.tiers[-1:])
+    exact = [tier for tier in config.tiers if tier.quantise is None]  # the authority is
+    places = [tier for tier in exact if not is_local(tier.uri)] or exact[-1:]
     open_ones = [tier for tier in places if _adds(_storing(tier), best)]
     if best == Storing():
         cli.terminal.show("", wrapped("nothing that loses nothing saves 1% of this checkpoint"))

@@ -70,8 +70,8 @@ OPTIONS: tuple[Storing, ...] = (
     LOSSLESS,
     Storing(quantise="q8"),
     Storing(quantise="q4"),
-    Storing(zstd=True, master_once=True, unchanged_once=True, quantise="q8"),
-    Storing(zstd=True, master_once=True, unchanged_once=True, quantise="q4"),
+    Storing(zstd=True, master_once=True, quantise="q8"),  # quantised copies neither refer to others, nor are referred to
+    Storing(zstd=True, master_once=True, quantise="q4"),
 )
 """What is told."""
 
