@@ -32,8 +32,9 @@ class Catalog:
     """One run, as the tiers that were reached tell it.
 
     `checkpoints` are committed and not swept, oldest step first, attempts of one step by age. `incomplete` and `condemned` are no
-    checkpoints. `swept` are gone for everybody; of those of them that are in `reduced` shards stay somewhere, for others refer to them. `remains`: those swept or condemned of which tiers still have something, and which tiers: a payload folder, or more of
-    a log than stays. `behind`: checkpoints beside whose copies, on these tiers, some records of the log do not lie yet. `known`: how many
+    checkpoints. `swept` are gone for everybody; of those of them that are in `reduced` shards stay somewhere, for others refer to them.
+    `remains`: those swept or condemned of which tiers still have something, and which tiers: a payload folder, or more of a log than
+    stays. `behind`: checkpoints beside whose copies, on these tiers, some records of the log do not lie yet. `known`: how many
     attempts have a first record on the authority, whatever it says; 0 where that was not reached. `unreachable` maps a tier's name to
     why it could not be asked. `foreign` lists paths that are not of our grammar: they are ignored, and never touched. `warnings` repeats
     what was logged.

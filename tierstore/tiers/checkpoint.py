@@ -138,7 +138,7 @@ class Reduced:
     """A checkpoint that was deleted, but for shards that others refer to.
 
     `keep`: the tiers on which they stay. `serves`: tier → the checkpoints that live and refer to them. `records`: its log, `lean`.
-    `authority_lost`: known from copies of the log only.
+    `authority_lost`: known from copies of the log only. `damaged`: a record of its log can't be read.
     """
 
     attempt: Attempt
@@ -146,6 +146,7 @@ class Reduced:
     serves: Mapping[str, tuple[Attempt, ...]] = field(default_factory=dict)
     records: tuple[Record, ...] = ()
     authority_lost: bool = False
+    damaged: bool = False
 
 
 def parse_file_name(name: str) -> tuple[str, int, int | None] | None:

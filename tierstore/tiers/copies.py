@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,11 +73,15 @@ async def copy_checkpoint(context: CopyContext, view: AttemptView, target: Tier,
     reach("promote.after-replicated")
 
 
-async def copy_payload(context: CopyContext, view: AttemptView, target: Tier, *, exact: bool = False, refer: bool = False) -> Copied:
+async def copy_payload(
+    context: CopyContext, view: AttemptView, target: Tier, *, exact: bool = False, refer: bool = False, anew: Collection[str] = ()
+) -> Copied:
     """Copies all files of a committed checkpoint, the manifest last; returns what the target says of each.
 
     A shard that is there already is left as it is, also an exact one where the tier quantises by now; one that is not exact is written
-    anew where the copy is to be. Whether a copy is exact is asked of the files that are there in the end. `refer`: as for `copy_file`.
+    anew where the copy is to be. Whether a copy is exact is asked of the files that are there in the end.
+
+    `refer`: as for `copy_file`. `anew`: shards that are written though they are there.
 
     Raises:
         TierFullError: No room; nothing was copied.
@@ -97,7 +101,7 @@ async def copy_payload(context: CopyContext, view: AttemptView, target: Tier, *,
     if wanted.why_exact:
         log.info("tier=%s checkpoint=%s is stored exact: %s", target.name, attempt.folder, wanted.why_exact)
     found = await look_at_shards(target, attempt, [file.name for file in shards if file.name in there])
-    again = {*found.damaged, *(() if wanted.scheme else found.lossy)}
+    again = {*anew, *found.damaged, *(() if wanted.scheme else found.lossy)}
 
     async def shard(file: FileEntry) -> tuple[str, FileInfo]:
         sources = sources_of(context, view, target, file.name)

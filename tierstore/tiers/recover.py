@@ -16,11 +16,14 @@ from tierstore.errors import ConflictError, IntegrityError, NotFoundError, Stora
 from tierstore.format.record import Record, encode_record
 from tierstore.names import Attempt
 from tierstore.tiers.catalog import CheckpointInfo, scan
+from tierstore.tiers.checkpoint import Reduced
 from tierstore.tiers.copies import copy_payload, record_replica
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.locks import RunLock, lock_path
 from tierstore.tiers.log import actor_name, new_nonce, parse_record
 from tierstore.tiers.promote import ReconcileReport, pending, reconcile
+from tierstore.tiers.quarantine import quarantine
+from tierstore.tiers.recover_references import record_again
 from tierstore.tiers.tier import Tier, Tiers, ensure_tier
 from tierstore.tiers.view import AttemptView, further, observe, staging
 
@@ -90,8 +93,11 @@ async def recover(
         await ensure_tier(tiers, tiers.authority, create=not dry_run)
         await tiers.authority.storage.children(run)  # an authority that does not answer has not lost its log
         catalog = await scan(tiers, run)
-        lost = [c for c in catalog.checkpoints if c.authority_lost]
-        rebuilt = [await _rebuild(context, info, dry_run=dry_run) for info in lost]
+        # By age: what others refer to has its log again before those have theirs.
+        lost = sorted((c for c in catalog.checkpoints if c.authority_lost), key=lambda c: c.attempt.save_id)
+        reduced = [r for r in catalog.reduced.values() if r.authority_lost]
+        rebuilt = [await _rebuild_reduced(context, found, dry_run=dry_run) for found in reduced]
+        rebuilt += [await _rebuild(context, info, dry_run=dry_run) for info in lost]
         if dry_run:
             wanted = [c for c in pending(catalog, tiers) if c.kind == "commit"]
             ready = {a.attempt for a in catalog.incomplete if a.missing == ()}
@@ -134,8 +140,11 @@ async def _rebuild(context: CopyContext, info: CheckpointInfo, *, dry_run: bool)
             await copy_payload(context, view, tiers.authority)
         elif not info.usable:
             return replace(done, error="the authority had dropped its copy, and no tier that was reached has a complete one")
+        unsaid = await record_again(context, info, view)
         for record, data in reversed(list(zip(info.records, raw, strict=True))):  # the commit record last: until then it is still lost
             await tiers.authority.storage.create(info.attempt.record_path(record.seq), data)
+        for name, files in unsaid.items():
+            await quarantine(tiers, info.attempt, tiers.get(name), files, world_size=info.world_size, clock=context.clock)
         for tier in further(tiers):
             missing = tier.name not in info.replicated and tier.name not in info.dropped
             if info.replicas.get(tier.name) == "complete" and missing:
@@ -153,6 +162,22 @@ async def _rebuild(context: CopyContext, info: CheckpointInfo, *, dry_run: bool)
         )
     else:
         log.warning("checkpoint=%s rebuilt from %s", info.attempt.folder, ", ".join(done.sources))
+    return done
+
+
+async def _rebuild_reduced(context: CopyContext, found: Reduced, *, dry_run: bool) -> Rebuilt:
+    """The log of a checkpoint that was deleted but for shards that others refer to: its records, and nothing else."""
+    authority = context.tiers.authority.storage
+    done = Rebuilt(attempt=found.attempt, sources=tuple(sorted(found.keep)), records=len(found.records))
+    if dry_run:
+        return done
+    try:
+        raw = [await _raw_record(context.tiers, found.attempt, record) for record in found.records]
+        for record, data in reversed(list(zip(found.records, raw, strict=True))):
+            await authority.create(found.attempt.record_path(record.seq), data)
+    except TierStoreError as error:
+        log.warning("checkpoint=%s its log can't be rebuilt: %s", found.attempt.folder, error.message)
+        return replace(done, error=error.message)
     return done
 
 

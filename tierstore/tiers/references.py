@@ -159,7 +159,8 @@ class References:
     async def _may_refer(self, tiers: Tiers, owner: Attempt, target: Tier, attempt: Attempt, clock: Clock) -> bool:
         key = target.name, owner, attempt
         if key not in self._answers:
-            records, why = await record_reference(tiers, owner, target, attempt, clock=clock, known=self._logs.get(owner, ()))
+            known = self._logs.get(owner, ())
+            records, why = await record_reference(tiers, owner, target, attempt, clock=clock, known=known, most=MOST_REFERRERS)
             if records:
                 _keep(self._logs, owner, records)
             if why:
@@ -177,7 +178,14 @@ class _NotAllowed(Exception):
 
 
 async def record_reference(
-    tiers: Tiers, owner: Attempt, tier: Tier, by: Attempt, *, clock: Clock, known: Sequence[Record] = ()
+    tiers: Tiers,
+    owner: Attempt,
+    tier: Tier,
+    by: Attempt,
+    *,
+    clock: Clock,
+    known: Sequence[Record] = (),
+    most: int | None = None,
 ) -> tuple[Sequence[Record], str]:
     """Writes into a checkpoint's log that another one's files on a tier take bytes from its own there, unless it says so already.
 
@@ -188,6 +196,7 @@ async def record_reference(
         by: Who takes them.
         clock: Dates the record.
         known: Records of the owner's log that were read before.
+        most: So many may refer to it; None: any number, for the file is there already.
 
     Returns:
         The owner's log as it is then; and why it may not be referred to (empty: it may).
@@ -207,7 +216,7 @@ async def record_reference(
         folders = facts.referenced.get(tier.name, ())
         if by.folder in folders:
             raise _SoAlready
-        if len(folders) >= MOST_REFERRERS:
+        if most is not None and len(folders) >= most:
             raise _NotAllowed(f"{len(folders)} refer to it already")
         return True
 

@@ -157,7 +157,9 @@ def _decide(attempt: Attempt, authority: TierListing | None, views: Sequence[Tie
         _note_remains(attempt, authority, views, scanned)
         return True
     if facts.reduced is not None:
-        scanned.reduced[attempt] = Reduced(attempt=attempt, keep=facts.reduced, records=tuple(records), authority_lost=lost)
+        scanned.reduced[attempt] = Reduced(
+            attempt=attempt, keep=facts.reduced, records=tuple(records), authority_lost=lost, damaged=bool(damages)
+        )
     if facts.swept:
         return _file_swept(attempt, authority, views, scanned)
     if lost:

@@ -26,6 +26,7 @@ from tierstore.tiers.progress import NO_PROGRESS, Progress
 from tierstore.tiers.quantised import QuantisedReader, lossy_blocks, lossy_files
 from tierstore.tiers.tier import Tier, Tiers
 from tierstore.tiers.together import together
+from tierstore.tiers.verify_references import missing_sources
 from tierstore.tiers.view import further
 
 __all__ = ["Level", "Looking", "Verifying", "good_index", "good_manifest", "lossy_of", "read_blocks", "runs_of", "verify_copy"]
@@ -85,7 +86,7 @@ async def verify_copy(looking: Looking, info: CheckpointInfo, tier: Tier) -> Non
     held = info.replicas.get(tier.name)
     far = tier.name in [t.name for t in further(work.tiers)]
     if tier.name in info.dropped:
-        if held is not None:
+        if held is not None and not info.serves.get(tier.name):  # else its shards stay there for those who refer to them
             going = tier.name in facts.evicting
             looking.note("V117" if going else "V116", "", "its copy is being dropped" if going else "its copy was dropped")
         return
@@ -112,6 +113,10 @@ async def verify_copy(looking: Looking, info: CheckpointInfo, tier: Tier) -> Non
     for name in sorted(set(there) - {f.name for f in manifest.files} - {MANIFEST}):
         looking.note("V106", name, f"{there[name].nbytes} bytes that the manifest does not name")
     sound = [f for f in expected if _present(looking, f, there)]
+    gone = await missing_sources(tier, info.attempt, [there[f.name] for f in sound if f.kind == "shard"])
+    for name, paths in gone.items():
+        looking.note("V101", name, f"it takes bytes from {', '.join(paths)}, and that is not there")
+    sound = [f for f in sound if f.name not in gone]
     work.files += len(expected)
     changed = await _changed_objects(looking, info, tier, sound, await _recorded_facts(looking, info, tier, facts))
     index = await _index(looking, info, tier, manifest, sound)

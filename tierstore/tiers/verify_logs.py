@@ -12,7 +12,7 @@ from tierstore.format.record import Record
 from tierstore.names import TMP, Attempt, attempt_of_log_path, log_root
 from tierstore.storage.temporaries import owner_is_dead
 from tierstore.tiers.catalog import Catalog
-from tierstore.tiers.checkpoint import CheckpointInfo
+from tierstore.tiers.checkpoint import CheckpointInfo, Reduced
 from tierstore.tiers.leftovers import bare
 from tierstore.tiers.log import lean, read_record, record_seq
 from tierstore.tiers.log_facts import fold
@@ -52,14 +52,15 @@ async def look_at_authority(looking: Looking, tiers: Tiers, catalog: Catalog, wa
             gone = "" if authority.name in info.replicas else "; its files are gone there too"
             detail = f"known from the copies on {', '.join(n for n in info.replicas if n != authority.name)} alone{gone}"
             looking.note("V110", info.attempt.log_folder, detail, attempt=info.attempt)
-    damaged = [c for c in catalog.checkpoints if c.damaged and not c.authority_lost and wanted(c.attempt)]
+    known: list[CheckpointInfo | Reduced] = [*catalog.checkpoints, *catalog.reduced.values()]
+    damaged = [c for c in known if c.damaged and not c.authority_lost and wanted(c.attempt)]
     if damaged:
         numbers = await numbers_of(authority, catalog.run)
-        for info in damaged:
-            await _unreadable_records(looking, authority, info, numbers.get(info.attempt, set()))
+        for item in damaged:
+            await _unreadable_records(looking, authority, item, numbers.get(item.attempt, set()))
 
 
-async def _unreadable_records(looking: Looking, authority: Tier, info: CheckpointInfo, numbers: set[int]) -> None:
+async def _unreadable_records(looking: Looking, authority: Tier, info: CheckpointInfo | Reduced, numbers: set[int]) -> None:
     for seq in range(max(numbers, default=-1) + 1):
         path = info.attempt.record_path(seq)
         try:

@@ -210,8 +210,7 @@ class _Collecting:
         for some in _parts([reduced for reduced in found if self._h.shared or self._left_on(reduced.attempt)]):
             ends = await together(again, some, at_once=_AT_ONCE)
             for reduced, gone in zip(some, ends, strict=True):
-                if gone is not None and gone.keep and self._h.shared:
-                    self.waiting.append((reduced.attempt, f"deleted, but {kept_text(reduced.serves) or 'others refer to its bytes'}"))
+                self._note_kept(reduced, gone)
             await self._empty_swept({reduced.attempt: gone for reduced, gone in zip(some, ends, strict=True) if gone is not None})
 
     async def finish_condemned(self) -> None:
@@ -258,6 +257,8 @@ class _Collecting:
                 await self._preview_sweep(some)
                 continue
             found = await together(lambda info: self._swept(info, reasons[info.attempt]), some, at_once=_AT_ONCE)
+            for info, gone in zip(some, found, strict=True):
+                self._note_kept(info, gone)
             await self._empty_swept({info.attempt: gone for info, gone in zip(some, found, strict=True) if gone is not None})
 
     async def _swept(self, info: CheckpointInfo, reasons: Sequence[Reason]) -> Gone | None:
@@ -357,6 +358,10 @@ class _Collecting:
             for one, end in zip(trims, ends, strict=True)
             if end is not None
         ]
+
+    def _note_kept(self, info: CheckpointInfo | Reduced, gone: Gone | None) -> None:
+        if gone is not None and gone.keep and self._h.shared:
+            self.waiting.append((info.attempt, f"deleted, but {kept_text(info.serves) or 'others refer to its bytes'}"))
 
     async def _says_so(self, job: Emptying, gone: Gone) -> bool | None:
         """Whether a tier may lose all but the shards of a checkpoint: what it keeps of the log tells why only they are there."""

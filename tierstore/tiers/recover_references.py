@@ -1,0 +1,72 @@
+"""After a log was lost: what refers to what is read from the files themselves, before anything of it counts again.
+
+The copies of a log beside the replicas may lack the latest records, and so the latest references. A collector that did not know of those
+would take bytes away that a rebuilt checkpoint needs. So they are recorded before its log is there (until then nothing is collected); what
+can't be recorded, for the log of whom it refers to is lost for good, is written anew, so that it needs nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from tierstore.errors import IntegrityError, NotFoundError
+from tierstore.names import Attempt
+from tierstore.tiers.checkpoint import CheckpointInfo, parse_file_name
+from tierstore.tiers.copies import copy_payload
+from tierstore.tiers.copying import CopyContext
+from tierstore.tiers.references import record_reference
+from tierstore.tiers.referrers import attempt_of
+from tierstore.tiers.tier import Tier
+from tierstore.tiers.verify_references import refers_to
+from tierstore.tiers.view import AttemptView, further
+
+__all__ = ["record_again"]
+
+log = logging.getLogger(__name__)
+
+
+async def record_again(context: CopyContext, info: CheckpointInfo, view: AttemptView) -> dict[str, dict[str, str]]:
+    """Records what a checkpoint's files refer to, on the authority and the tiers after it.
+
+    Returns:
+        Tier → file → what it refers to without a record, and could not be written anew either: that copy must not count.
+
+    Raises:
+        StorageError: A tier failed; the next try continues.
+        IntegrityError: A log can't be read.
+    """
+    tiers = context.tiers
+    left: dict[str, dict[str, str]] = {}
+    for tier in (tiers.authority, *further(tiers)):
+        listed = (await tier.storage.children(info.attempt.folder)).files
+        shards = [name for f in listed if _is_shard(name := f.path.rpartition("/")[2])]
+        unsaid: dict[str, str] = {}
+        for name, paths in (await refers_to(tier, info.attempt, shards)).items():
+            if why := await _say(context, tier, info.attempt, paths):
+                unsaid[name] = why
+        if not unsaid:
+            continue
+        log.warning("tier=%s checkpoint=%s is written anew: %s", tier.name, info.attempt.folder, "; ".join(sorted(set(unsaid.values()))))
+        try:
+            await copy_payload(context, view, tier, anew=unsaid)
+        except (IntegrityError, NotFoundError) as error:
+            log.warning("tier=%s checkpoint=%s could not be written anew: %s", tier.name, info.attempt.folder, error.message)
+            left[tier.name] = unsaid
+    return left
+
+
+async def _say(context: CopyContext, tier: Tier, attempt: Attempt, paths: Sequence[str]) -> str:
+    """Records the references to all owners of `paths`; why one of them can't be, or nothing."""
+    for owner in {attempt_of(path.rpartition("/")[0]): path for path in paths}.items():
+        if owner[0] is None:
+            return f"it takes bytes from {owner[1]}, which is no checkpoint's"
+        _, why = await record_reference(context.tiers, owner[0], tier, attempt, clock=context.clock)
+        if why:
+            return f"it takes bytes from {owner[1]}: {why}"
+    return ""
+
+
+def _is_shard(name: str) -> bool:
+    parsed = parse_file_name(name)
+    return parsed is not None and parsed[0] == "shard"
