@@ -21,6 +21,7 @@ from tierstore.storage.bandwidth import Bandwidth
 from tierstore.storage.contract import (
     Capabilities,
     FileInfo,
+    Growing,
     Listing,
     PacesWrites,
     PackedFacts,
@@ -298,9 +299,10 @@ class PackedStorage:
     async def _write(self, path: str, source: Source, hints: PackHints, write: Callable[[str, Source], Awaitable[FileInfo]]) -> FileInfo:
         if not is_packable(check_relative(path)):
             return await write(path, source)
-        if self.packing is None:
+        before = await self._names.look(path)
+        if self.packing is None or isinstance(source, Growing):  # a packed file's name tells the length of the raw one
             info = await write(path, source)
-            await self._became(path, Form(path=path, nbytes=info.nbytes, stored_nbytes=info.nbytes, packed=False))
+            await self._became(path, Form(path=path, nbytes=info.nbytes, stored_nbytes=info.nbytes, packed=False), before)
             return info
         from tierstore.storage.packing import EncodedSource
 
@@ -312,7 +314,7 @@ class PackedStorage:
         finally:
             await encoded.close()
         form = form_of_packed(path, source.nbytes, info.nbytes)
-        await self._became(path, form)
+        await self._became(path, form, before)
         return shown_as(path, form, info)
 
     def _encoding(self, packing: Packing) -> DaemonPool:
@@ -323,15 +325,14 @@ class PackedStorage:
             pool = self._encoders = DaemonPool(packing.threads, "tierstore-pack", packing.nice)
         return pool
 
-    async def _became(self, path: str, form: Form) -> None:
-        """A form was published: it is the one that counts, and the others go."""
-        others = await self._names.others(path, form)
+    async def _became(self, path: str, form: Form, before: Sequence[Form]) -> None:
+        """A form was published; those that there were before go."""
+        outdated = await self._names.outdated(path, form, before)
         if self._unpacker is not None:
-            for stored in (form.path, *others):
+            for stored in (form.path, *outdated):
                 self._unpacker.forget(stored)
-        self._names.note(path, [form])
-        if others:
-            await self.inner.delete(others)
+        if outdated:
+            await self.inner.delete(outdated)
 
     async def _mark(self) -> None:
         """Before the first packed file there is the marker."""
@@ -351,9 +352,10 @@ class PackedStorage:
             return await clone(path, origin, hard=hard)
         if self.packing is not None:
             return None
+        before = await self._names.look(path)
         info = await clone(path, origin, hard=hard)
         if info is not None:
-            await self._became(path, Form(path=path, nbytes=info.nbytes, stored_nbytes=info.nbytes, packed=False))
+            await self._became(path, Form(path=path, nbytes=info.nbytes, stored_nbytes=info.nbytes, packed=False), before)
         return info
 
     # Names
@@ -380,25 +382,17 @@ class PackedStorage:
         return Listing(files=tuple(self._names.shown(level.files, folder)), folders=level.folders)
 
     async def delete(self, paths: Sequence[str]) -> None:
-        stored: dict[str, None] = {}
-        unknown: dict[str, list[str]] = {}
-        for path in paths:
-            if not is_packable(check_relative(path)):
-                stored[path] = None
-            elif forms := self._names.known(path):
-                stored.update(dict.fromkeys(form.path for form in forms))
-            else:
-                unknown.setdefault(split(path)[0], []).append(path)
-        for folder, missing in unknown.items():
+        stored = dict.fromkeys(check_relative(path) for path in paths)
+        shards = [path for path in stored if is_packable(path)]
+        for folder in dict.fromkeys(split(path)[0] for path in shards if not self._names.known(path)):
             self._names.shown((await self.inner.children(folder)).files, folder)
-            for path in missing:
-                stored.update(dict.fromkeys(form.path for form in self._names.known(path)) or {path: None})
-        await self.inner.delete(list(stored))
-        for path in paths:
-            for form in self._names.known(path):
-                if self._unpacker is not None:
-                    self._unpacker.forget(form.path)
+        forms = [form for path in shards for form in self._names.known(path)]
+        await self.inner.delete(list(stored | dict.fromkeys(form.path for form in forms)))
+        for path in shards:
             self._names.note(path, ())
+        if self._unpacker is not None:
+            for form in forms:
+                self._unpacker.forget(form.path)
 
     # Packed files
 
@@ -416,6 +410,12 @@ class PackedStorage:
             quantised=footer.quantised,
             block_nbytes=footer.block_nbytes,
         )
+
+    def forget(self, path: str) -> None:
+        """Forgets what is remembered of a shard: who asks whether its bytes are good wants those that lie there now."""
+        if self._unpacker is not None:
+            for form in self._names.known(path):
+                self._unpacker.forget(form.path)
 
     async def origins(self, path: str, begin: int, end: int) -> Sequence[Unchanged]:
         """`contract.WritesPacked`."""

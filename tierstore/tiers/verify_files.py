@@ -16,6 +16,7 @@ from tierstore.format.index import FileEntry, Index, decode_index
 from tierstore.format.manifest import FileRecord, Manifest, decode_manifest
 from tierstore.names import MANIFEST, QUANTISED, Attempt
 from tierstore.storage.contract import FileInfo
+from tierstore.storage.packed import PackedStorage
 from tierstore.tiers.budget import ByteBudget
 from tierstore.tiers.checkpoint import CheckpointInfo, parse_file_name
 from tierstore.tiers.copying import Proof
@@ -110,6 +111,9 @@ async def verify_copy(looking: Looking, info: CheckpointInfo, tier: Tier) -> Non
     if manifest is None:
         return
     expected = [f for f in manifest.files if _belongs(f, info, tier, share, there)]
+    if isinstance(tier.storage, PackedStorage) and work.level != "quick":
+        for name in there:
+            tier.storage.forget(info.attempt.path(name))
     for name in sorted(set(there) - {f.name for f in manifest.files} - {MANIFEST}):
         looking.note("V106", name, f"{there[name].nbytes} bytes that the manifest does not name")
     sound = [f for f in expected if _present(looking, f, there)]
