@@ -28,6 +28,8 @@ class Picture:
     title: str
     unit: str = "seconds (median; the line: fastest and slowest)"
     scale: float = 1.0
+    suffix: str = " s"
+    log: bool = False
 
 
 PICTURES = [
@@ -38,6 +40,22 @@ PICTURES = [
     Picture(name="s3-upload", key="s3.upload", title="Upload to an S3 server on the same cores"),
     Picture(name="s3-load", key="s3.load", title="Load everything from S3"),
     Picture(name="s3-rows", key="s3.rows", title="One rank of eight loads its rows from S3, 20 ms a request"),
+    Picture(
+        name="quantise-drift",
+        key="quantise.drift",
+        title="Resumed from quantised moments: drift of all parameters",
+        unit="distance from the exact resume, of the way since the checkpoint (median; the line: all seeds)",
+        suffix="",
+        log=True,
+    ),
+    Picture(
+        name="quantise-rows",
+        key="quantise.rows",
+        title="The same of an embedding with rows that never occur",
+        unit="distance from the exact resume, of the way since the checkpoint (median; the line: all seeds)",
+        suffix="",
+        log=True,
+    ),
 ]
 
 
@@ -59,8 +77,13 @@ def draw(picture: Picture, table: Table, folder: Path) -> None:
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     widest = max(max(row.values) for row in rows)
     for at, row in enumerate(rows):
-        axes.text(max(row.values) + widest * 0.012, at, f"{row.median:.3g} s", va="center", fontsize=10)
-    axes.set_xlim(0, widest * 1.12)
+        beside = max(row.values) * 1.06 if picture.log else max(row.values) + widest * 0.012
+        axes.text(beside, at, f"{row.median:.3g}{picture.suffix}", va="center", fontsize=10)
+    if picture.log:
+        axes.set_xscale("log")
+        axes.set_xlim(min(min(row.values) for row in rows) / 2, widest * 3)
+    else:
+        axes.set_xlim(0, widest * 1.12)
     axes.set_xlabel(picture.unit)
     axes.set_title(picture.title, loc="left", fontweight="bold")
     for side in ("top", "right"):
