@@ -18,7 +18,7 @@ from tierstore.storage.contract import FileInfo
 from tierstore.tiers.catalog import RecordCache, scan
 from tierstore.tiers.gc.deleting import Emptying, Found, Remover, find, grammatical
 from tierstore.tiers.gc.evict import evict
-from tierstore.tiers.gc.sweep import read_swept
+from tierstore.tiers.gc.sweep import read_gone
 from tierstore.tiers.replica import open_replica
 
 RESERVED = ["step-x", "tierstore.json", "shard-00000-of-1.safetensors", "part-1.safetensors", "manifest.json.bak", "a/manifest.json", ""]
@@ -239,7 +239,7 @@ def test_errors_name_what_they_are_about(tmp_path: Path) -> None:
     async def work() -> None:
         world = World(tmp_path)
         (only,) = await world.save(1, copy=False)
-        steps: list[Step] = [lambda: read_swept(world.h(), only), lambda: world.info(only)]
+        steps: list[Step] = [lambda: read_gone(world.h(), only), lambda: world.info(only)]
         with pytest.raises(TierStoreError, match="step 1 of run 'run'") as caught:
             await steps[0]()
         assert caught.value.hint

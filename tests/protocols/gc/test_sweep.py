@@ -20,6 +20,7 @@ from tierstore.storage.contract import Storage
 from tierstore.tiers.decisions import hold, pin, set_metrics
 from tierstore.tiers.gc import housekeeping, sweep
 from tierstore.tiers.gc.collect import collect
+from tierstore.tiers.gc.housekeeping import look
 from tierstore.tiers.gc.sweep import decide_sweep
 from tierstore.tiers.leases import Lease, LeaseWatch, hold_lease
 from tierstore.tiers.log import append, read_log
@@ -186,7 +187,7 @@ def test_what_was_swept_while_this_process_uses_it_is_left_until_it_does_not(tmp
         world = World(tmp_path)
         old, _ = await world.save(1, 2)
         await world.expire()
-        await decide_sweep(world.h(), await world.info(old), ())
+        await decide_sweep(world.h(), await look(world.h()), await world.info(old), ())
         world.protected[old] = Reason(kind="resumed-from", text="resumed from")
         report = await world.collect()
         assert (report.freed, dict(report.waiting)) == ((), {old: "resumed from"})
