@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tierstore.format.packed.types import packable, packed_name, parse_packed_name
@@ -80,8 +80,7 @@ class StoredNames:
         """
         found: list[FileInfo] = []
         forms: dict[str, list[tuple[Form, FileInfo]]] = {}
-        for info in files:
-            raw, form = _form_of(info)
+        for raw, form, info in _forms_of(files):
             if form is None:
                 found.append(info)
             else:
@@ -160,16 +159,44 @@ class StoredNames:
         self.note(path, [form])
         return form
 
-    async def others(self, path: str, form: Form) -> list[str]:
-        """The files of the same shard beside `form`, which has just been written: as remembered, if its folder was listed ever before.
-
-        What another process wrote since stays: it has the same bytes.
-        """
-        known, folder = self.known(path), split(path)[0]
-        if not known and not self._was_listed(folder):
+    async def look(self, path: str) -> tuple[Form, ...]:
+        """All forms of a shard: as remembered, else as a listing of its folder shows, which one for all shards in it is enough for."""
+        forms, folder = self.known(path), split(path)[0]
+        if not forms and not self._was_listed(folder):
             self.shown((await self._inner.children(folder)).files, folder)
-            known = self.known(path)
-        return [other.path for other in known if other.path != form.path]
+            forms = self.known(path)
+        return forms
+
+    async def outdated(self, path: str, form: Form, before: Sequence[Form]) -> list[str]:
+        """The files of the same shard that `form`, which has just been published, makes superfluous; remembers what is there.
+
+        Of two that are published at the same time, in different forms, by different processes, never both are: what is newer by the
+        storage's own clock stays.
+
+        Args:
+            path: The raw path.
+            form: What was published.
+            before: What there was when that began.
+        """
+        if all(other.path == form.path for other in before):
+            self.note(path, [form])
+            return []
+        found = [
+            (other, info)
+            for raw, other, info in _forms_of((await self._inner.children(split(path)[0])).files)
+            if other is not None and raw == path
+        ]
+        own = next((info for other, info in found if other.path == form.path), None)
+        known_before = {other.path for other in before}
+        gone = [
+            other.path
+            for other, info in found
+            if own is not None
+            and other.path != form.path
+            and (_time(info) < _time(own) or (_time(info) == _time(own) and other.path in known_before))
+        ]
+        self.note(path, [form, *(other for other, _ in found if other.path not in (form.path, *gone))])
+        return gone
 
 
 def shown_as(path: str, form: Form, info: FileInfo) -> FileInfo:
@@ -194,7 +221,16 @@ def _form_of(info: FileInfo) -> tuple[str, Form | None]:
     return info.path, None
 
 
-def _best_first(one: tuple[Form, FileInfo]) -> tuple[bool, float, int]:
-    """A packed file before the plain one; of several the newest (a shard's folder is of one attempt: they hold the same)."""
+def _forms_of(files: Iterable[FileInfo]) -> Iterator[tuple[str, Form | None, FileInfo]]:
+    for info in files:
+        yield *_form_of(info), info
+
+
+def _best_first(one: tuple[Form, FileInfo]) -> tuple[float, bool, int]:
+    """The newest first, for one that was damaged may have been written anew in the other form; else what is packed."""
     form, info = one
-    return not form.packed, -info.modified_at.timestamp() if info.modified_at else 0.0, -form.nbytes
+    return -_time(info), not form.packed, -form.nbytes
+
+
+def _time(info: FileInfo) -> float:
+    return info.modified_at.timestamp() if info.modified_at else 0.0

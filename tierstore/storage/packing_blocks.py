@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tierstore.format.digest import BLOCK_NBYTES
-from tierstore.format.packed.frame import FrameEncoder, decode_frame
+from tierstore.format.packed.frame import FrameEncoder, decode_frame, is_lossy
 from tierstore.format.packed.layout import pieces_of
 from tierstore.format.packed.rounding import is_rounding
 from tierstore.format.packed.types import Piece, Run, Stretch
@@ -174,12 +174,13 @@ class BlockEncoder:
                 quantised.append((piece, stretch))
             pieces.append(piece)
         frame = self._encoder.encode(block, pieces, zeros)
-        if not quantised:
+        if not quantised or not measure or not is_lossy(frame):
             return EncodedBlock(frame=frame, runs=runs, differs=differs)
-        made = memoryview(bytearray(end - begin))
-        if not decode_frame(frame, made, [(low - begin, high - begin) for low, high in holes]):
-            return EncodedBlock(frame=frame, runs=runs, differs=differs)
-        measured = [self._measured(piece, stretch, begin, block, made, extras) for piece, stretch in quantised] if measure else []
+        made = memoryview(b"")
+        if any(piece.quantised is not None and piece.quantised.kind == "first" for piece, _ in quantised):
+            made = memoryview(bytearray(end - begin))
+            decode_frame(frame, made, [(low - begin, high - begin) for low, high in holes])
+        measured = [self._measured(piece, stretch, begin, block, made, extras) for piece, stretch in quantised]
         return EncodedBlock(
             frame=frame, runs=runs, differs=differs, lossy=hashlib.sha256(frame).digest(), measured=tuple(one for one in measured if one)
         )
@@ -187,10 +188,10 @@ class BlockEncoder:
     def _measured(
         self, piece: Piece, stretch: Stretch, begin: int, block: memoryview, made: memoryview, extras: Sequence[Extra]
     ) -> Measured | None:
-        exact, there = (np.frombuffer(one[piece.begin : piece.end], dtype="<f4") for one in (block, made))
         assert piece.quantised is not None
         if piece.quantised.kind == "second":
             return Measured(name=stretch.name)
+        exact, there = (np.frombuffer(one[piece.begin : piece.end], dtype="<f4") for one in (block, made))
         if not np.isfinite(exact).all():
             return None  # stored as it is
         return Measured(name=stretch.name, error=self._moments.measure(piece, stretch, begin, exact, there, extras))
