@@ -21,7 +21,7 @@ from tierstore.format.packed.planes import Array, items_of, join_planes, plane_o
 from tierstore.format.packed.types import Piece, Quantised
 from tierstore.format.quantise import decode_moment, encode_moment, encoded_nbytes
 
-__all__ = ["FrameEncoder", "decode_frame"]
+__all__ = ["FrameEncoder", "decode_frame", "is_lossy"]
 
 _SEGMENT = struct.Struct("<BBHI")  # flags, bytes of a number, planes, bytes of the raw file
 _PLANE = struct.Struct("<BBHI")  # coding, bytes of each number, 0, bytes here
@@ -175,7 +175,7 @@ def _few_matches() -> zstandard.ZstdCompressionParameters:
     return zstandard.ZstdCompressionParameters(
         strategy=zstandard.STRATEGY_FAST,
         min_match=7,
-        hash_log=8,
+        hash_log=6,
         window_log=20,
         chain_log=6,
         search_log=1,
@@ -208,7 +208,7 @@ def decode_frame(frame: Buffer, target: memoryview, holes: Sequence[tuple[int, i
     view, into = memoryview(frame).cast("B"), memoryview(target).cast("B")
     reader = _Reader(view=view)
     lossy = False
-    for begin, end in _gaps(into.nbytes, holes):
+    for begin, end in list(_gaps(into.nbytes, holes)):
         while begin < end:
             nbytes, inexact = _decode_segment(reader, into[begin:end])
             lossy |= inexact
@@ -216,6 +216,22 @@ def decode_frame(frame: Buffer, target: memoryview, holes: Sequence[tuple[int, i
     if reader.at != view.nbytes:
         raise FormatError(f"a frame has {view.nbytes - reader.at:,} bytes too many", hint=_HINT)
     return lossy
+
+
+def is_lossy(frame: Buffer) -> bool:
+    """Whether a frame has segments that are not exactly what was encoded; reads no more than their heads.
+
+    Raises:
+        FormatError: It is no frame.
+    """
+    reader = _Reader(view=memoryview(frame).cast("B"))
+    while reader.at < reader.view.nbytes:
+        flags, _, count, _ = _SEGMENT.unpack(reader.take(_SEGMENT.size))
+        if flags & _LOSSY:
+            return True
+        heads = [_PLANE.unpack(reader.take(_PLANE.size)) for _ in range(count)]
+        reader.take(sum(stored for *_, stored in heads))
+    return False
 
 
 def _gaps(nbytes: int, holes: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
