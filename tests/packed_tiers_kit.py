@@ -84,6 +84,11 @@ class Place:
         """The bucket's files whose path has `part` in it."""
         return [name for name in self.bucket._files if part in name]
 
+    def remove(self, name: str) -> None:
+        """Takes a file out of the bucket."""
+        del self.bucket._files[name]
+        self.bucket._names.remove(name)
+
     def flip(self, name: str, at: int) -> None:
         """Damages one byte of a file in the bucket."""
         data = bytearray(self.bucket._files[name])
