@@ -361,7 +361,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize(
     "point",
-    ["promote.after-file", "promote.before-quantised", "promote.after-quantised", "promote.before-record", "promote.before-replicated"],
+    ["promote.after-file", "quantise.before-document", "quantise.after-document", "promote.before-record", "promote.before-replicated"],
 )
 @pytest.mark.parametrize("then", ["q8", "exact"])
 def test_a_copy_that_was_interrupted_is_finished_as_it_is_wanted_by_then(

@@ -117,9 +117,9 @@ async def copy_payload(
     if wanted.scheme or again:
         lossy = await lossy_files(target, attempt, [file.name for file in shards])
         if lossy:
-            reach("promote.before-quantised")
+            reach("quantise.before-document")
             quantised = await put_document(target, attempt, lossy, scheme=wanted.scheme, generation=wanted.generation)
-            reach("promote.after-quantised")
+            reach("quantise.after-document")
     if wanted.why_exact and quantised is None:
         await target.storage.delete([attempt.quantised_path])  # an earlier try may have left it
     copied.update(await _copy_documents(context, view, target, manifest, kinds=("part", "objects", "index")))
