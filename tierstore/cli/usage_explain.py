@@ -208,7 +208,7 @@ def _show_advice(cli: Cli, found: Explained, config: StoreConfig, shards: Mappin
     cli.terminal.show("", wrapped(f"To write into the configuration ({size}{many}):"), "")
     lines = ["tiers:"]
     for tier in open_ones:
-        lines += [f"  - name: {tier.name}", *(f"    {line}" for line in _yaml(best, tier))]
+        lines += [f"  - name: {tier.name}", *(f"    {line}" for line in _yaml(best))]
     for line in lines:
         cli.terminal.show(Text(line))
     cli.terminal.emit({"type": "advice", "tiers": [t.name for t in open_ones], "yaml": "\n".join(lines) + "\n", "nbytes": nbytes})
@@ -232,8 +232,7 @@ def _adds(now: Storing, best: Storing) -> bool:
     return any(getattr(best, option) and not getattr(now, option) for option in ("zstd", "master_once", "unchanged_once"))
 
 
-def _yaml(best: Storing, tier: TierConfig) -> Iterator[str]:
-    yield f"uri: {tier.uri}"
+def _yaml(best: Storing) -> Iterator[str]:
     if best.zstd:
         yield "codec: zstd"
     if best.master_once:
