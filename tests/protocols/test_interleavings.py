@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -173,11 +173,20 @@ async def build(*, expired: bool = False, far: bool = False, orphan: str = "") -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Race:
-    """Actors on one world. `refusals`: the errors that an actor may end with, where it came too late."""
+    """Actors on one world. `refusals`: the errors that an actor may end with, where it came too late. `make` builds the world, from
+    `world`; `open` makes storages of its files, and `view` a client's tiers of these; `look` says what lies there, and `check` what must
+    be true of it."""
 
     world: Mapping[str, Any]
     actors: Mapping[str, Act]
     refusals: tuple[type[TierStoreError], ...] = (RefusedError, NotFoundError)
+    make: Callable[..., Coroutine[Any, Any, World]] = build
+    open: Callable[[World], dict[str, Storage]] = field(
+        default=lambda world: {n: MemoryStorage(f"memory://{n}", f) for n, f in world.items()}
+    )
+    view: Callable[..., Tiers] = client_tiers
+    look: Callable[[Mapping[str, Any]], Truth] = field(default=lambda storages: _look(storages))
+    check: Callable[[Race, Truth, Ran, Truth], None] = field(default=lambda *told: _check(*told))
 
 
 RACES = {
@@ -235,7 +244,8 @@ def perform(race: Race, world: World, schedule: Schedule) -> Ran:
     loop = SteppingLoop()
     try:
         loop.now_s = LATER_S
-        storages: dict[str, Storage] = {name: MemoryStorage(f"memory://{name}", files) for name, files in world.items()}
+        storages = race.open(world)
+        before = race.look(storages)
         stage = Stage(loop=loop, order=schedule.order, switches=dict(schedule.switches))
         if schedule.dies is not None:
             stage.lives = {schedule.dies[0]: schedule.dies[1]}
@@ -244,7 +254,7 @@ def perform(race: Race, world: World, schedule: Schedule) -> Ran:
 
         async def play() -> None:
             for name, act in race.actors.items():
-                client = Client(client_tiers(storages, stage.hook(name)), VirtualClock(loop))
+                client = Client(race.view(storages, stage.hook(name)), VirtualClock(loop))
                 tasks[name] = asyncio.ensure_future(act(client))
             alive = [task for name, task in tasks.items() if schedule.dies is None or name != schedule.dies[0]]
             await asyncio.wait(alive)
@@ -259,10 +269,10 @@ def perform(race: Race, world: World, schedule: Schedule) -> Ran:
                 task.cancel()
         stage.close()
         loop.run_until_complete(asyncio.gather(*tasks.values(), return_exceptions=True))
-        ran.truth = _look(storages)
-        loop.run_until_complete(_settle(storages, loop))
-        _check(race, Truth(world), ran, _look(storages))
-        loop.run_until_complete(check_alone(storages, _look(storages)))
+        ran.truth = race.look(storages)
+        loop.run_until_complete(_settle(race.view(storages), loop))
+        race.check(race, before, ran, race.look(storages))
+        loop.run_until_complete(check_alone(storages, race.look(storages)))
         return ran
     finally:
         loop.finish()
@@ -272,9 +282,8 @@ def _look(storages: Mapping[str, Any]) -> Truth:
     return Truth({name: dict(storage.files) for name, storage in storages.items()})
 
 
-async def _settle(storages: Mapping[str, Storage], loop: SteppingLoop) -> None:
+async def _settle(tiers: Tiers, loop: SteppingLoop) -> None:
     """The next processes: one sees a dead reader's lease for the first time, and again when its TTL has passed."""
-    tiers = client_tiers(storages)
     keeper = housekeeping(tiers, None, VirtualClock(loop))
     for _ in range(3):
         report = await collect(keeper)
@@ -355,7 +364,7 @@ def choice(schedules: Sequence[Schedule], many: int | None) -> list[Schedule]:
 
 def explore(race: Race, many: Mapping[int, int | None]) -> Explorer:
     """Runs the race; `many`: how many of the schedules with so many switches, and (0) of those in which somebody dies."""
-    world = run_virtually(build(**race.world))
+    world = run_virtually(race.make(**race.world))
     explorer = Explorer(race, world)
     serial = explorer.serial()
     for schedule in choice(list(explorer.deaths(serial)), many[0]):
