@@ -99,7 +99,7 @@ def write_checkpoint(root: Path) -> Path:
 
 
 def reader() -> Any:
-    (source,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    (source,) = re.findall(r"```python\n((?:(?!```).)*?def read_checkpoint.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     scope: dict[str, Any] = {}
     exec(compile(source, str(PAGE), "exec"), scope)
     return scope["read_checkpoint"]
