@@ -15,7 +15,7 @@ GC = ("expire.", "evict.", "sweep.", "orphan.", "delete.")
 """The points of the deletions: test_gc_crash_points.py."""
 LOCAL_POINTS = [p for p in CRASH_POINTS if not p.startswith(("s3.", "files.", "bring.", "quantise.", "reference.", *GC))]
 """Those of files: tests/protocols/files/test_files_crash_points.py; of copies that loads bring nearer: tests/protocols/test_hydrate.py; of
-quantised copies: tests/protocols/test_quantised_copies.py; of references: tests/protocols/test_reference_races.py."""
+quantised copies: tests/protocols/test_quantised_copies.py; of references: test_reference_crash_points.py."""
 
 
 def local_tiers(tmp_path: Path) -> list[Any]:
