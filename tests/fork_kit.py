@@ -10,9 +10,13 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from subprocess import CompletedProcess
+
+import pytest
 
 from tierstore import crashpoints
 
@@ -20,6 +24,8 @@ SERVER = multiprocessing.get_context("forkserver")
 """Makes processes as `multiprocessing` does: ``SERVER.Process(target=function, args=…)``."""
 SERVER.set_forkserver_preload(
     [
+        "hypothesis",  # as pytest: a child imports the test's module, for the function that it is to run
+        "pytest",
         "torch",
         "torch._dynamo",  # else imported at the first optimizer or DTensor, for 0.6 s of CPU in each process
         "torch.distributed.checkpoint.state_dict",
@@ -34,6 +40,23 @@ SERVER.set_forkserver_preload(
         "tierstore.tiers.gc.collect",
     ]
 )
+
+
+class FrameworkServer:
+    """A server beside `SERVER`, whose forks have imported a training framework too, which costs seconds and which few tests need.
+
+    Python knows one fork server a process, and whoever names its imports last names them for all: so no test sets those of `SERVER`.
+    """
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        self._server = forkserver.ForkServer()
+        self._server.set_forkserver_preload(list(preload))
+
+    def start(self, process: BaseProcess) -> None:
+        """Starts a `SERVER.Process` as a fork of this server."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(forkserver, "connect_to_new_process", self._server.connect_to_new_process)
+            process.start()
 
 
 def run_forked(

@@ -17,13 +17,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from fork_kit import SERVER
+from fork_kit import SERVER, FrameworkServer
 
 Body = Callable[..., Any]
 
 
 def run_ranks(
-    world_size: int, body: Body, folder: Path, *, timeout_s: float = 240.0, may_die: Mapping[int, int] | None = None, **values: Any
+    world_size: int,
+    body: Body,
+    folder: Path,
+    *,
+    timeout_s: float = 240.0,
+    may_die: Mapping[int, int] | None = None,
+    server: FrameworkServer | None = None,
+    **values: Any,
 ) -> list[Any]:
     """Runs `body` in `world_size` ranks of a gloo group; returns what each returned (None where it died as allowed).
 
@@ -33,6 +40,7 @@ def run_ranks(
         folder: Its place; the ranks' results and errors lie there too.
         timeout_s: After this all of them are killed and the test fails, naming who was still running.
         may_die: Rank → the exit code that it may (and must) end with, e.g. ``{1: -9}``.
+        server: Where the ranks come from; None: from `SERVER`.
         values: Further keyword arguments of `body`; they are pickled.
 
     Raises:
@@ -43,7 +51,10 @@ def run_ranks(
     room.mkdir()
     ranks = [SERVER.Process(target=_main, args=(body, rank, world_size, folder, room, values)) for rank in range(world_size)]
     for process in ranks:
-        process.start()
+        if server is None:
+            process.start()
+        else:
+            server.start(process)
     end = time.monotonic() + timeout_s
     for process in ranks:
         process.join(max(0.0, end - time.monotonic()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, ProjectConfiguration
+from fork_kit import SERVER, FrameworkServer
 from ranks_kit import run_ranks
 
 import tierstore
@@ -24,9 +24,8 @@ from tierstore.errors import NotFoundError, StateMismatchError, UsageError
 from tierstore.integrations.accelerate import load_state, save_state
 from tierstore.testing.equality import assert_same_state
 
-_SERVER = multiprocessing.get_context("forkserver")
 # deepspeed, where it is installed, is imported by accelerate when it prepares anything: once here instead of once a process.
-_SERVER.set_forkserver_preload(["torch", "tierstore.store", "deepspeed", "torch._dynamo", "tierstore.integrations.accelerate"])
+_ACCELERATORS = FrameworkServer(["pytest", "torch", "tierstore.store", "deepspeed", "torch._dynamo", "tierstore.integrations.accelerate"])
 
 STEPS = 6
 
@@ -123,8 +122,8 @@ def life(folder: str, crash_at: str) -> None:
 
 @pytest.mark.parametrize("crash_at", ["persist.before-part:2", "commit.before-manifest:2"])
 def test_a_job_killed_in_mid_save_goes_on_to_the_very_state_of_an_uninterrupted_one(tmp_path: Path, crash_at: str) -> None:
-    process = _SERVER.Process(target=life, args=(str(tmp_path), crash_at))
-    process.start()
+    process = SERVER.Process(target=life, args=(str(tmp_path), crash_at))
+    _ACCELERATORS.start(process)
     process.join(120)
     assert process.exitcode == CRASH_EXIT
     whole = Job()
@@ -203,12 +202,12 @@ def body(rank: int, world_size: int, folder: Path, *, until: int, itself: bool =
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What two processes come to that are not interrupted."""
-    return run_ranks(2, body, tmp_path_factory.mktemp("whole"), until=4)
+    return run_ranks(2, body, tmp_path_factory.mktemp("whole"), until=4, server=_ACCELERATORS)
 
 
 def test_files_that_accelerate_writes_for_all_processes_come_back_to_each_of_them(tmp_path: Path, whole: list[Any]) -> None:
-    run_ranks(2, body, tmp_path, until=2, itself=True)
-    second = run_ranks(2, body, tmp_path, until=4, itself=True)
+    run_ranks(2, body, tmp_path, until=2, itself=True, server=_ACCELERATORS)
+    second = run_ranks(2, body, tmp_path, until=4, itself=True, server=_ACCELERATORS)
     assert [r["found"] for r in second] == [2, 2]
     for before, after in zip(whole, second, strict=True):
         assert before["model"] == after["model"]
@@ -224,8 +223,8 @@ def test_files_that_accelerate_writes_for_all_processes_come_back_to_each_of_the
 def test_two_processes_go_on_each_with_its_own_random_state_and_one_process_can_load_what_two_saved(
     tmp_path: Path, whole: list[Any]
 ) -> None:
-    first = run_ranks(2, body, tmp_path / "parts", until=2)
-    second = run_ranks(2, body, tmp_path / "parts", until=4)
+    first = run_ranks(2, body, tmp_path / "parts", until=2, server=_ACCELERATORS)
+    second = run_ranks(2, body, tmp_path / "parts", until=4, server=_ACCELERATORS)
     assert [r["found"] for r in first + second] == [None, None, 2, 2]
     for before, after in zip(whole, second, strict=True):
         assert before["model"] == after["model"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import pickle
 import socket
@@ -33,6 +32,7 @@ from tierstore.tiers.ticket import Ticket
 
 sys.path.insert(0, str(Path(__file__).parent))
 import lightning_child
+from fork_kit import SERVER, FrameworkServer
 from lightning_child import Tiny, data, trainer_of, whole_state
 
 pytestmark = [
@@ -49,8 +49,7 @@ pytestmark = [
 ]
 
 # A process that has imported Lightning, which takes seconds; each child is a fork of it.
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["lightning.pytorch", "tierstore.integrations.lightning"])
+LIGHTNINGS = FrameworkServer(["pytest", "lightning.pytorch", "torch._dynamo", "tierstore.integrations.lightning"])
 
 
 @pytest.fixture
@@ -67,7 +66,7 @@ def fit_killed_at(root: Path, step: int | None, *, steps: int, every: int) -> di
     """Trains in a process that is killed when it tells of `step`; returns the state at the end where it gets there."""
     pipe, theirs = SERVER.Pipe(duplex=False)
     process = SERVER.Process(target=lightning_child.fit_to_the_end, args=(str(root), theirs, steps, every))
-    process.start()
+    LIGHTNINGS.start(process)
     theirs.close()
     last: Any = {}
     try:
@@ -436,7 +435,7 @@ def test_at_the_end_of_the_interpreter_what_is_saved_is_committed_and_has_its_po
     tmp_path: Path, tiers: list[str], folder: Path
 ) -> None:
     process = SERVER.Process(target=lightning_child.fit_and_leave, args=(str(tmp_path),))
-    process.start()
+    LIGHTNINGS.start(process)
     process.join(120)
     assert process.exitcode == 0
     assert pointers(folder) == {"x.ckpt": 6}
@@ -487,7 +486,7 @@ def run_ranks(root: Path, strategy: str, steps: int) -> dict[str, torch.Tensor]:
     plan = {"strategy": strategy, "steps": steps}
     ranks = [SERVER.Process(target=lightning_child.be_rank, args=(rank, port, str(root), plan, theirs)) for rank in range(2)]
     for process in ranks:
-        process.start()
+        LIGHTNINGS.start(process)
     theirs.close()
     state = pipe.recv() if pipe.poll(120) else {}
     for process in ranks:
@@ -578,7 +577,7 @@ def test_a_fit_with_the_package_of_the_other_name(tmp_path: Path, long_run: bool
         pytest.skip("imports a second Lightning, which takes seconds: --long")
     pipe, theirs = SERVER.Pipe(duplex=False)
     process = SERVER.Process(target=lightning_child.fit_with_the_other_package, args=(str(tmp_path), theirs))
-    process.start()
+    LIGHTNINGS.start(process)
     theirs.close()
     assert pipe.poll(120)
     assert pipe.recv() == ["last.ckpt", "step=4.ckpt"]

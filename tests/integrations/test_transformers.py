@@ -5,7 +5,6 @@ from __future__ import annotations
 import filecmp
 import json
 import logging
-import multiprocessing
 import os
 import shutil
 import sys
@@ -24,14 +23,16 @@ from tierstore.integrations.transformers import TierCheckpointCallback, resume_f
 from tierstore.testing.equality import assert_same_state
 
 sys.path.insert(0, str(Path(__file__).parent))
+from fork_kit import SERVER, FrameworkServer
 from ranks_kit import run_ranks
 from trainer_hf import RUN, STEPS, Draw, Stop, Wait, life, tiers_under, train, trainer_of, weights
 
-_SERVER = multiprocessing.get_context("forkserver")
 # deepspeed, where it is installed, is imported when a Trainer is made: once here instead of once a process.
-_SERVER.set_forkserver_preload(
+_TRAINERS = FrameworkServer(
     [
+        "pytest",
         "torch",
+        "torch._dynamo",
         "deepspeed",
         "tierstore.store",
         "transformers.trainer",
@@ -43,8 +44,8 @@ _SERVER.set_forkserver_preload(
 
 def run_life(folder: Path, output_dir: Path, *, kill_at: str = "", crash_at: str = "") -> int:
     """A life in a process of its own; returns how it ended."""
-    process = _SERVER.Process(target=life, args=(str(folder), str(output_dir), kill_at, crash_at))
-    process.start()
+    process = SERVER.Process(target=life, args=(str(folder), str(output_dir), kill_at, crash_at))
+    _TRAINERS.start(process)
     process.join(120)
     if process.is_alive():
         process.kill()
@@ -128,19 +129,19 @@ def body_ddp(rank: int, world_size: int, folder: Path, *, output_dir: str, steps
 def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What two processes come to that are not interrupted."""
     folder = tmp_path_factory.mktemp("whole")
-    return run_ranks(2, body_ddp, folder, output_dir=str(folder / "a"), steps=STEPS, shared=True)
+    return run_ranks(2, body_ddp, folder, output_dir=str(folder / "a"), steps=STEPS, shared=True, server=_TRAINERS)
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one-folder", "a-folder-a-node"])
 def test_two_processes_store_one_checkpoint_with_the_random_state_of_each(tmp_path: Path, whole: list[Any], shared: bool) -> None:
-    first = run_ranks(2, body_ddp, tmp_path / "parts", output_dir=str(tmp_path / "b"), steps=4, shared=shared)
+    first = run_ranks(2, body_ddp, tmp_path / "parts", output_dir=str(tmp_path / "b"), steps=4, shared=shared, server=_TRAINERS)
     assert [r["path"] for r in first] == [None, None]
     with tierstore.open(tiers_under(tmp_path / "parts"), run=RUN) as store:
         names = set(store.open_checkpoint(4))
         assert {"files.rng_state_0.pth", "files.rng_state_1.pth", "files.optimizer.pt", "safetensors.model.safetensors"} <= names
         assert not any("@rank" in name for name in names), "each file is stored by one rank"
     shutil.rmtree(tmp_path / "b")  # other machines
-    second = run_ranks(2, body_ddp, tmp_path / "parts", output_dir=str(tmp_path / "b"), steps=STEPS, shared=shared)
+    second = run_ranks(2, body_ddp, tmp_path / "parts", output_dir=str(tmp_path / "b"), steps=STEPS, shared=shared, server=_TRAINERS)
     assert [Path(r["path"]).name for r in second] == ["checkpoint-4"] * 2
     for before, after in zip(whole, second, strict=True):
         assert before["weights"] == after["weights"]
