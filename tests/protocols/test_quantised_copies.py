@@ -26,9 +26,9 @@ from tierstore.tiers.catalog import CheckpointInfo, scan
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.gc.standing import copies_standing
 from tierstore.tiers.log import read_log
-from tierstore.tiers.log_facts import fold
+from tierstore.tiers.log_facts import fold, quantised_text
 from tierstore.tiers.promote import promote
-from tierstore.tiers.quantised import lossy_blocks, quantised_text, quantising
+from tierstore.tiers.quantised import lossy_blocks, quantising
 from tierstore.tiers.recover import recover
 from tierstore.tiers.repair import repair
 from tierstore.tiers.retention.facts import counted_copies, held_nbytes, holds, tier_facts

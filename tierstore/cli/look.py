@@ -30,9 +30,9 @@ from tierstore.format.manifest import Manifest
 from tierstore.format.record import Record
 from tierstore.names import MANIFEST
 from tierstore.tiers.catalog import CheckpointInfo
-from tierstore.tiers.log_facts import Hold
+from tierstore.tiers.log_facts import Hold, quantised_text
 from tierstore.tiers.pending import pending
-from tierstore.tiers.quantised import generation_of, quantised_text, quantising
+from tierstore.tiers.quantised import generation_of, quantising
 from tierstore.tiers.replica import Replica, Want, open_replica
 from tierstore.tiers.session import Session
 from tierstore.units import format_size
@@ -90,8 +90,7 @@ def _show_facts(cli: Cli, info: CheckpointInfo, manifest: Manifest | None) -> No
         if isinstance(writer, dict) and writer:
             facts.append(("written by", ", ".join(f"{k} {v}" for k, v in sorted(writer.items()) if isinstance(v, (str, int, float)))))
         if isinstance(left := manifest.facts.get("omitted"), dict):
-            what = f"{left.get('tensors')} tensors, {format_size(left.get('nbytes', 0))}"
-            facts.append(("left out", f"{what}, on purpose (omit: {', '.join(map(str, left.get('patterns', ())))})"))
+            facts.append(("left out", _left_out(left, info.world_size)))
     if manifest is not None and (generation := generation_of(manifest.facts)):
         facts.append(("goes back to", f"{'a' if generation == 1 else generation} quantised {'copy' if generation == 1 else 'copies'}"))
     facts += [(f"metric {name}", f"{value:.6g}") for name, value in sorted(info.metrics.items())]
@@ -102,6 +101,15 @@ def _show_facts(cli: Cli, info: CheckpointInfo, manifest: Manifest | None) -> No
     if info.final:
         facts.append(("final", "yes"))
     cli.terminal.show(facts_table(facts))
+
+
+def _left_out(told: Mapping[str, object], world_size: int) -> str:
+    """What a saver left out of a checkpoint on purpose; of several ranks the first one tells."""
+    count, nbytes, patterns = told.get("tensors"), told.get("nbytes"), told.get("patterns")
+    of = " of rank 0" if world_size > 1 else ""
+    size = f", {format_size(nbytes)}" if isinstance(nbytes, int) else ""
+    named = ", ".join(map(str, patterns)) if isinstance(patterns, list) else ""
+    return f"{count} {'tensor' if count == 1 else 'tensors'}{of}{size}, on purpose (omit: {named})"
 
 
 def _until(one: Hold, now: datetime) -> str:

@@ -12,6 +12,7 @@ from tierstore.cli.layout import Facts, FitTable
 from tierstore.names import Attempt, save_id_time
 from tierstore.tiers.catalog import Catalog
 from tierstore.tiers.checkpoint import CheckpointInfo, IncompleteAttempt, ReplicaState
+from tierstore.tiers.log_facts import quantised_text
 from tierstore.tiers.pending import Copy
 from tierstore.units import format_duration, format_size
 
@@ -192,6 +193,9 @@ def _note(info: CheckpointInfo, *, is_latest: bool) -> Text:
         words.append(("log unreadable", "bold red"))
     if not info.usable and not info.damaged:
         words.append(("no exact copy" if "quantised" in info.replicas.values() else "no complete copy", "bold red"))
+    for name, state in info.replicas.items():
+        if state == "quantised" and (told := info.quantised_on(name)):
+            words.append((f"{name} {quantised_text(told)}", "magenta"))
     if info.authority_lost:
         words.append(("log lost", "yellow"))
     if info.hidden:

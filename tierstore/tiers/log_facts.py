@@ -10,7 +10,7 @@ from typing import Any
 from tierstore.clock import parse_utc
 from tierstore.format.record import Record
 
-__all__ = ["Expiry", "Hold", "LogFacts", "fold", "quantised_in"]
+__all__ = ["Expiry", "Hold", "LogFacts", "fold", "quantised_in", "quantised_text"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +128,17 @@ def quantised_in(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """What a ``replicated`` record's facts say of a quantised copy; None: the copy is exact."""
     told = data.get("quantised")
     return told if isinstance(told, Mapping) else None
+
+
+def quantised_text(told: Mapping[str, Any]) -> str:
+    """What is known of a quantised copy, for people: ``q8 (worst update error 3.1 %, mean 0.4 %)``."""
+    errors = [
+        f"{word} {value * 100:.2g} %"
+        for word, key in (("worst update error", "max_error"), ("mean", "mean_error"))
+        if isinstance(value := told.get(key), (int, float)) and value == value
+    ]
+    scheme = str(told.get("scheme") or "quantised")
+    return f"{scheme} ({', '.join(errors)})" if errors else scheme
 
 
 def fold(records: Sequence[Record]) -> LogFacts:

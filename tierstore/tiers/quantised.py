@@ -33,7 +33,6 @@ __all__ = [
     "lossy_blocks",
     "lossy_files",
     "put_document",
-    "quantised_text",
     "quantising",
 ]
 
@@ -158,17 +157,6 @@ def known_scheme(told: Mapping[str, Any]) -> str | None:
     """The scheme of a quantised copy, where it has one; None: it has several, or none that this version knows."""
     scheme = told.get("scheme")
     return str(scheme) if scheme in _SCHEMES else None
-
-
-def quantised_text(told: Mapping[str, Any]) -> str:
-    """What is known of a quantised copy, for people: ``q8 (worst update error 3.1 %, mean 0.4 %)``."""
-    errors = [
-        f"{word} {value * 100:.2g} %"
-        for word, key in (("worst update error", "max_error"), ("mean", "mean_error"))
-        if isinstance(value := told.get(key), (int, float)) and value == value
-    ]
-    scheme = str(told.get("scheme") or "quantised")
-    return f"{scheme} ({', '.join(errors)})" if errors else scheme
 
 
 def lossy_blocks(facts: PackedFacts, block_nbytes: int) -> frozenset[int]:

@@ -24,9 +24,10 @@ from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.documents import Documents, Run
 from tierstore.tiers.fetching import BUDGET_NBYTES, fetch
 from tierstore.tiers.leases import Lease
+from tierstore.tiers.log_facts import quantised_text
 from tierstore.tiers.nearby import NearRead
 from tierstore.tiers.passed_over import BadCopy, OnDamage, PassedOver, damaged_block
-from tierstore.tiers.quantised import QuantisedReader, generation_of, quantised_text
+from tierstore.tiers.quantised import QuantisedReader, generation_of
 from tierstore.tiers.reads import AnyWant, ReadCost, Span, Want, plan_spans, spread_spans
 from tierstore.tiers.sources import Source, sources_of
 from tierstore.tiers.tier import Tier, Tiers

@@ -1,0 +1,80 @@
+"""What the verbs say of copies that are not exact, and of what is stored."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packed_tiers_kit import adam_state
+from typer.testing import CliRunner, Result
+
+import tierstore
+from tierstore.cli.main import app
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """One checkpoint on three folders, the last of which quantises."""
+    config = tmp_path / "tierstore.yaml"
+    config.write_text(
+        "run: sft\n"
+        "tiers:\n"
+        "  - {name: node, uri: ./node, scope: node}\n"
+        "  - {name: shared, uri: ./shared}\n"
+        "  - {name: far, uri: ./far, codec: zstd, quantise: q8}\n"
+    )
+    with tierstore.open(str(config)) as store:
+        store.save(10, adam_state(10)).wait("far", timeout=60)
+    return config
+
+
+def call(config: Path, *arguments: str) -> Result:
+    result = CliRunner().invoke(app, ["-c", str(config), *arguments], env={"COLUMNS": "160"})
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def values(config: Path, *arguments: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in call(config, *arguments, "--json").stdout.splitlines()]
+
+
+def test_quantised_copies_are_told_as_such_until_an_exact_one_is_pushed(saved: Path) -> None:
+    shown = call(saved, "show").stdout
+    assert "quantised q8 (worst update error" in shown
+    replicas = {v["tier"]: v for v in values(saved, "show") if v["type"] == "replica"}
+    assert (replicas["far"]["state"], replicas["far"]["quantised"]["scheme"]) == ("quantised", "q8")
+    assert replicas["far"]["taken_nbytes"] < 0.6 * replicas["shared"]["taken_nbytes"]
+    listed = call(saved, "ls").stdout
+    assert "≈far" in listed
+    assert "far q8 (worst update error" in listed
+    assert "≈tier: quantised, not exact" in listed
+    assert [v["quantised"]["far"]["scheme"] for v in values(saved, "ls") if v["type"] == "checkpoint"] == ["q8"]
+    assert "1 (1 quantised)" in call(saved, "status").stdout
+    assert call(saved, "verify", "--level", "full").exit_code == 0
+    assert "already" in call(saved, "push", "@10", "--to", "far").stdout
+    assert "done" in call(saved, "push", "@10", "--to", "far", "--exact").stdout
+    assert "≈" not in call(saved, "ls").stdout
+    assert "already" in call(saved, "push", "@10", "--to", "far", "--exact").stdout
+
+
+def test_what_goes_back_to_a_quantised_copy_says_so_and_why_it_is_exact(saved: Path) -> None:
+    for path in [p for name in ("node", "shared") for p in (saved.parent / name).rglob("shard-*")]:
+        path.unlink()
+    with tierstore.open(str(saved)) as store:
+        resumed = store.resume()
+        assert resumed is not None
+        store.save(20, resumed.state).wait("far", timeout=60)
+    shown = " ".join(call(saved, "show", "@20").stdout.split())
+    assert "goes back to a quantised copy" in shown
+    assert "complete, exact: the training was resumed from a quantised copy" in shown
+
+
+def test_recover_says_that_only_a_quantised_copy_is_left(saved: Path) -> None:
+    for name in ("node", "shared"):
+        shutil.rmtree(saved.parent / name)
+    assert "no exact copy" in call(saved, "ls").stdout
+    assert "what is left is quantised" in call(saved, "recover").stdout
+    assert "≈far" in call(saved, "ls").stdout
