@@ -53,3 +53,32 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("world_size", "axis"), [(2, 0), (3, 1), (2, None)])
 def test_each_rank_fills_its_slices(saved: Path, world_size: int, axis: int | None) -> None:
     assert run_ranks(world_size, loads, saved, axis=axis) == [True] * world_size
+
+
+def trains(rank: int, world_size: int, folder: Path, start: int) -> Any:
+    """A sharded model whose optimizer's state is left out in part: the rest is loaded in place, shard by shard, and that is filled."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = torch.nn.Module()
+    model.w = torch.nn.Parameter(distribute_tensor(torch.full((6, 4), 1.0 + start), mesh, [Shard(0)]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    config = {
+        "version": 1,
+        "run": "trained",
+        "tiers": [{"name": "node", "uri": str(folder / "node"), "scope": "node"}, {"name": "shared", "uri": str(folder / "shared")}],
+        "save": {"omit": ["*.exp_avg"]},
+        "load": {"fill": [{"match": r"optimizer\.state\.(.*)\.exp_avg_sq", "to": r"optimizer.state.\1.exp_avg"}]},
+    }
+    with tierstore.Checkpointer(config, model=model, optimizer=optimizer, signals=False, progress=False) as checkpointer:
+        assert checkpointer.resume() == start
+        if start == 0:
+            model.w.grad = model.w.detach() * 2
+            optimizer.step()
+            checkpointer.save(0).wait("durable", 120)
+    moments = optimizer.state[model.w]
+    return [moments[name].full_tensor().flatten()[0].item() for name in ("exp_avg", "exp_avg_sq")]
+
+
+def test_a_sharded_optimizer_resumes_with_what_fills_its_missing_state(tmp_path: Path) -> None:
+    first, second = run_ranks(2, trains, tmp_path, start=0)[0]
+    assert first != second
+    assert run_ranks(2, trains, tmp_path, start=1) == [[second, second]] * 2

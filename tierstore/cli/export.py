@@ -123,7 +123,9 @@ def _tell(cli: Cli, done: Exported, what: str) -> None:
         cli.terminal.show(Text(f"{len(done.tied):,} names {become}: {name} is {kept}", style="dim"))
     if done.components:
         name, parts = next(iter(done.components.items()))
-        what_is = f"{len(done.components):,} sparse tensors are written by their components: {name} as {', '.join(parts)}"
+        count = len(done.components)
+        subject = "1 sparse tensor is written by its" if count == 1 else f"{count:,} sparse tensors are written by their"
+        what_is = f"{subject} components: {name} as {', '.join(parts)}"
         cli.terminal.show(Text(f"{what_is} (--format torch writes sparse tensors)", style="dim"))
     if done.left_out:
         cli.terminal.show(Text(f"{len(done.left_out):,} stored tensors were not chosen", style="dim"))
