@@ -359,9 +359,11 @@ class Killed(BaseException):
     """The process ends here."""
 
 
-@pytest.mark.parametrize(
-    "point",
-    ["promote.after-file", "quantise.before-document", "quantise.after-document", "promote.before-record", "promote.before-replicated"],
+POINTS = ("promote.after-file", "quantise.before-document", "quantise.after-document", "promote.before-replicated")
+
+
+@pytest.mark.parametrize("point", POINTS)
+    "point", ["promote.after-file", "quantise.before-document", "quantise.after-document", "promote.before-replicated"]
 )
 @pytest.mark.parametrize("then", ["q8", "exact"])
 def test_a_copy_that_was_interrupted_is_finished_as_it_is_wanted_by_then(
@@ -389,6 +391,7 @@ def test_a_copy_that_was_interrupted_is_finished_as_it_is_wanted_by_then(
         assert session.run(promote(session.tiers, info.attempt, "far", clock=session.clock)).done
         info = info_of(session)
         assert info.replicas["far"] == ("quantised" if then == "q8" else "complete")
+        assert len(place.names("quantised.json")) == (then == "q8")
         assert session.run(verify(session.tiers, "r", level="full", only=["far"])).damage == ()
     place.lose_exact_shards()
     with place.open(config) as store:

@@ -15,7 +15,7 @@ from tierstore.format.index import FileEntry, Index, decode_index
 from tierstore.format.manifest import FileRecord, Manifest, decode_manifest
 from tierstore.format.record import Record
 from tierstore.names import MANIFEST
-from tierstore.storage.contract import FileInfo
+from tierstore.storage.contract import FileInfo, WritesPacked
 from tierstore.storage.tasks import all_or_none
 from tierstore.tiers.copying import CopyContext, OnDamage, Proof, copy_document, copy_file, read_document
 from tierstore.tiers.log import append, files_told, taken_told
@@ -120,7 +120,7 @@ async def copy_payload(
             reach("quantise.before-document")
             quantised = await put_document(target, attempt, lossy, scheme=wanted.scheme, generation=wanted.generation)
             reach("quantise.after-document")
-    if wanted.why_exact and quantised is None:
+    if quantised is None and isinstance(target.storage, WritesPacked) and (wanted.why_exact or there):
         await target.storage.delete([attempt.quantised_path])  # an earlier try may have left it
     copied.update(await _copy_documents(context, view, target, manifest, kinds=("part", "objects", "index")))
     for file in manifest.files:
