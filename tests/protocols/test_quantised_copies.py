@@ -363,8 +363,6 @@ POINTS = ("promote.after-file", "quantise.before-document", "quantise.after-docu
 
 
 @pytest.mark.parametrize("point", POINTS)
-    "point", ["promote.after-file", "quantise.before-document", "quantise.after-document", "promote.before-replicated"]
-)
 @pytest.mark.parametrize("then", ["q8", "exact"])
 def test_a_copy_that_was_interrupted_is_finished_as_it_is_wanted_by_then(
     place: Place, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, point: str, then: str
