@@ -104,7 +104,11 @@ class Moments:
         if v is None:
             one = np.ones(exact.size, dtype=np.float32)
             return update_errors(exact, one, made, one)
-        return update_errors(exact, v, made, self._decoded_second(piece, stretch, begin, v, extras))
+        decoded = self._decoded_second(piece, stretch, begin, v, extras)
+        steps = np.isfinite(v) & (v >= 0)  # the others are no steps of any optimizer, and are stored as they are
+        if not steps.all():
+            exact, v, made, decoded = exact[steps], v[steps], made[steps], decoded[steps]
+        return update_errors(exact, v, made, decoded)
 
     def _decoded_second(self, piece: Piece, stretch: Stretch, begin: int, v: _Floats, extras: Sequence[Extra]) -> _Floats:
         second = self._second[stretch.name]

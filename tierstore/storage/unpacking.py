@@ -106,12 +106,16 @@ class Unpacker:
         """Fills `target` with ``[begin, end)`` of the raw file."""
         size = known.footer.block_nbytes
         numbers = range(begin // size, -(-end // size))
-        keys = {number: (known.form.path, known.digest, number) for number in numbers}
-        there = {number: block for number in numbers if (block := self._decoded.get(keys[number])) is not None}
-        missing = [number for number in numbers if number not in there]
-        parts = {n: list(known.parts(max(begin, known.block(n)[0]), min(end, known.block(n)[1]))) for n in missing}
+        taken = [number for number in numbers if known.is_taken_from(*known.block(number))]
+        parts = {n: list(known.parts(max(begin, known.block(n)[0]), min(end, known.block(n)[1]))) for n in numbers}
         frames, sources = _Frames(), _Sources()
-        jobs: list[Awaitable[None]] = [self._frames(known, group, frames) for group in _groups(known, missing)]
+        there: Blocks = {}
+
+        async def shared() -> None:
+            there.update(await self._own(path, known.form, known, size, taken))
+
+        jobs: list[Awaitable[None]] = [shared()] if taken else []
+        jobs += [self._frames(known, group, frames) for group in _groups(known, [n for n in numbers if n not in set(taken)])]
         jobs += [self._sources(path, known, part, sources, depth) for part in _joined(parts)]
         await all_or_none(jobs)
 
@@ -120,18 +124,14 @@ class Unpacker:
             low, high = max(first, begin), min(last, end)
             into = target[low - begin : high - begin]
             block = there.get(number)
-            if block is not None:
-                _copy(into, block[low - first : high - first])
-            elif low == first and high == last:
+            if block is None and low == first and high == last:
                 self._decode(path, known, number, frames, into)
-                _fill(into, first, parts[number], sources)
-                if depth == 0 and known.is_taken_from(first, last):
-                    self._decoded.put(keys[number], memoryview(bytes(into)))
             else:
-                whole = np.empty(last - first, dtype=np.uint8).data
-                self._decode(path, known, number, frames, whole)
-                _copy(into, whole[low - first : high - first])
-                _fill(into, low, parts[number], sources)
+                if block is None:
+                    block = np.empty(last - first, dtype=np.uint8).data
+                    self._decode(path, known, number, frames, block)
+                _copy(into, block[low - first : high - first])
+            _fill(into, low, parts[number], sources)
             if proofs is not None:
                 proofs.filled(low, high)
 
@@ -178,10 +178,10 @@ class Unpacker:
         if part.source_end > form.nbytes:
             raise self._lost(path, part, other, f"has {form.nbytes} bytes only")
         try:
-            made = await self._made(other, form, part.source, part.source_end, depth + 1)
+            pieces = await self._made(other, form, part.source, part.source_end, depth + 1)
         except NotFoundError as error:
             raise self._lost(path, part, other, "is not there") from error
-        sources.add(part.file, part.source, part.source_end, *made)
+        sources.add(part.file, part.source, part.source_end, pieces)
 
     def _lost(self, path: str, part: Part, other: str, why: str) -> IntegrityError:
         return IntegrityError(
@@ -191,10 +191,19 @@ class Unpacker:
             source=other,
         )
 
-    async def _made(self, path: str, form: Form, begin: int, end: int, depth: int) -> tuple[int, Blocks]:
-        """The blocks of a raw shard that have ``[begin, end)``, and their size."""
+    async def _made(self, path: str, form: Form, begin: int, end: int, depth: int) -> Sequence[tuple[int, memoryview]]:
+        """The bytes ``[begin, end)`` of a raw shard, in pieces with their places, that nobody changes; maybe more at both ends."""
         known = await self.footers.of(form, path) if form.packed else None
+        if known is not None and known.holes(begin, end):
+            memory = np.empty(end - begin, dtype=np.uint8).data
+            await self._batch(path, known, begin, end, memory, depth)
+            return [(begin, memory)]
         size = _PLAIN_BLOCK_NBYTES if known is None else known.footer.block_nbytes
+        blocks = await self._own(path, form, known, size, range(begin // size, -(-end // size)))
+        return [(number * size, block) for number, block in sorted(blocks.items())]
+
+    async def _own(self, path: str, form: Form, known: Known | None, size: int, numbers: Sequence[int]) -> Blocks:
+        """Blocks of a raw shard, as far as they are not made of others."""
         digest = "" if known is None else known.digest
         flights = self._here().flights
         found: Blocks = {}
@@ -203,18 +212,18 @@ class Unpacker:
 
         def load() -> None:
             if group:
-                numbers = list(group)
-                keys: list[Key] = [(form.path, digest, number) for number in numbers]
-                tasks[flights.begin(depth, keys, lambda: self._load(path, form, known, size, numbers, keys, depth))] = None
+                some = list(group)
+                keys: list[Key] = [(form.path, digest, number) for number in some]
+                tasks[flights.begin(keys, lambda: self._load(path, form, known, size, some, keys))] = None
                 group.clear()
 
-        for number in range(begin // size, -(-end // size)):
+        for number in numbers:
             key = (form.path, digest, number)
             block = self._decoded.get(key)
             if block is not None:
                 found[number] = block
                 load()
-            elif (flight := flights.of(depth, key)) is not None:
+            elif (flight := flights.of(key)) is not None:
                 tasks[flight] = None
                 load()
             else:
@@ -224,18 +233,18 @@ class Unpacker:
         load()
         for blocks in await all_or_none([flights.wait(task) for task in tasks]):
             found.update(blocks)
-        return size, found
+        return {number: found[number] for number in numbers}
 
-    async def _load(
-        self, path: str, form: Form, known: Known | None, size: int, numbers: Sequence[int], keys: Sequence[Key], depth: int
-    ) -> Blocks:
+    async def _load(self, path: str, form: Form, known: Known | None, size: int, numbers: Sequence[int], keys: Sequence[Key]) -> Blocks:
         begin, end = numbers[0] * size, min((numbers[-1] + 1) * size, form.nbytes)
         memory = np.empty(end - begin, dtype=np.uint8).data
+        blocks = {n: memory[n * size - begin : min((n + 1) * size, end) - begin] for n in numbers}
         if known is None:
             await self._inner.read_into(form.path, begin, memory)
         else:
-            await self._batch(path, known, begin, end, memory, depth)
-        blocks = {n: memory[n * size - begin : min((n + 1) * size, end) - begin].toreadonly() for n in numbers}
+            packed, frames = known, _Frames()
+            await all_or_none([self._frames(packed, group, frames) for group in _groups(packed, numbers)])
+            await self._in_threads(lambda number: self._decode(path, packed, number, frames, blocks[number]), numbers)
         for key in keys:
             self._decoded.put(key, blocks[key[2]])
         return blocks
@@ -293,19 +302,18 @@ class _Sources:
     """What runs are made of."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[int, int, int, int, Blocks]] = []
+        self._found: list[tuple[int, int, int, Sequence[tuple[int, memoryview]]]] = []
 
-    def add(self, file: int, begin: int, end: int, size: int, blocks: Blocks) -> None:
-        self._found.append((file, begin, end, size, blocks))
+    def add(self, file: int, begin: int, end: int, pieces: Sequence[tuple[int, memoryview]]) -> None:
+        self._found.append((file, begin, end, pieces))
 
     def pieces(self, file: int, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
         """The bytes ``[begin, end)`` of a file, in pieces with their places."""
-        size, blocks = next(
-            (size, blocks) for of, first, last, size, blocks in self._found if of == file and first <= begin and end <= last
-        )
-        for number in range(begin // size, -(-end // size)):
-            low, high = max(begin, number * size), min(end, (number + 1) * size)
-            yield low, blocks[number][low - number * size : high - number * size]
+        pieces = next(pieces for of, first, last, pieces in self._found if of == file and first <= begin and end <= last)
+        for at, piece in pieces:
+            low, high = max(begin, at), min(end, at + piece.nbytes)
+            if low < high:
+                yield low, piece[low - at : high - at]
 
 
 def _fill(target: memoryview, begin: int, parts: Sequence[Part], sources: _Sources) -> None:

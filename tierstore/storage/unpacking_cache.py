@@ -14,7 +14,7 @@ __all__ = ["Blocks", "Decoded", "Flights", "Key"]
 Key = tuple[str, str, int]
 """A file's path in the storage, the digest of its footer (empty: a plain file), the block's number."""
 Blocks = dict[int, memoryview]
-"""Block's number → its bytes, that nobody changes."""
+"""Block's number → its bytes, that nobody changes; where runs of its own file lie, they are anything."""
 
 
 class Decoded:
@@ -53,23 +53,23 @@ class Flights:
     """What is being decoded on one event loop: who wants the same waits for it."""
 
     def __init__(self) -> None:
-        self._tasks: dict[tuple[int, Key], asyncio.Task[Blocks]] = {}
-        self._keys: dict[asyncio.Task[Blocks], list[tuple[int, Key]]] = {}
+        self._tasks: dict[Key, asyncio.Task[Blocks]] = {}
+        self._keys: dict[asyncio.Task[Blocks], list[Key]] = {}
         self._waiting: dict[asyncio.Task[Blocks], int] = {}
 
-    def of(self, depth: int, key: Key) -> asyncio.Task[Blocks] | None:
-        """What is decoding a block; for those only who came as far: nobody ever waits for himself."""
-        return self._tasks.get((depth, key))
+    def of(self, key: Key) -> asyncio.Task[Blocks] | None:
+        """What is decoding a block."""
+        return self._tasks.get(key)
 
-    def begin(self, depth: int, keys: list[Key], load: Callable[[], Awaitable[Blocks]]) -> asyncio.Task[Blocks]:
-        """Begins to decode blocks."""
+    def begin(self, keys: list[Key], load: Callable[[], Awaitable[Blocks]]) -> asyncio.Task[Blocks]:
+        """Begins to decode blocks, which waits for no other block."""
 
         async def work() -> Blocks:
             return await load()
 
         task = asyncio.ensure_future(work())
-        self._keys[task] = [(depth, key) for key in keys]
-        self._tasks.update(dict.fromkeys(self._keys[task], task))
+        self._keys[task] = keys
+        self._tasks.update(dict.fromkeys(keys, task))
         task.add_done_callback(self._ended)
         return task
 
