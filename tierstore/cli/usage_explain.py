@@ -128,6 +128,8 @@ def _show_options(cli: Cli, found: Explained) -> None:
     table = plain_table("STORED WITH", ("A CHECKPOINT", "right"), ("SAVES", "right"), "", fold=("STORED WITH", ""))
     table.add_row("as it is", format_size(found.shard_nbytes), "", "")
     for how in OPTIONS:
+        if how.quantise and not any(one.name in ("first_moment", "second_moment") for one in found.classes):
+            continue
         if found.before is None and how in (Storing(unchanged_once=True), Storing(zstd=True, master_once=True)):
             continue  # there is nothing to compare with: what loses nothing is told without it
         nbytes = found.stored(how)

@@ -20,13 +20,15 @@ from tierstore.storage.packing_masters import Master, find_masters
 from tierstore.storage.packing_rules import QuantiseRule
 from tierstore.tiers.reads import Want
 from tierstore.tiers.replica import Replica
-from tierstore.tiers.usage_classes import ByteClass, Range, TensorClass, base_name, candidates, classify, pattern_of
+from tierstore.tiers.usage_classes import ByteClass, TensorClass, base_name, candidates, classify, pattern_of
 
 __all__ = ["LOSSLESS", "OPTIONS", "Explained", "Measured", "Storing", "explain_usage", "stored_nbytes"]
 
 _SPOT = 1 << 20
 """Bytes that are encoded at a time: a block, as packed files have them."""
 _AT_ONCE = 16
+_FEW_SPOTS, _MOST_SPOTS = 16, 256
+"""At least so many places of a class are looked at, if it has as many tensors; and at most so many tensors one by one."""
 _LEAST = 4 << 20
 """Of each class at least so much is looked at, if it has as much."""
 _PER_PATTERN = 3
@@ -350,16 +352,21 @@ class _Spot:
 
 
 def _spots(one: ByteClass, nbytes: int) -> Iterator[_Spot]:
-    """Evenly spread over the class's bytes: `nbytes` of them, in blocks."""
+    """About `nbytes` of a class, in blocks: all of it where that is enough, else spread evenly over its bytes."""
     total = one.nbytes
     if not total:
         return
-    count = max(1, math.ceil(nbytes / _SPOT))
+    if total <= nbytes and len(one.ranges) <= _MOST_SPOTS:
+        for span in one.ranges:
+            for begin in range(span.stretch.begin, span.stretch.end, _SPOT):
+                yield _Spot(file=span.file, begin=begin, end=min(span.stretch.end, begin + _SPOT), stretch=span.stretch)
+        return
+    count = max(math.ceil(nbytes / _SPOT), min(len(one.ranges), _FEW_SPOTS))
     ends = np.cumsum([span.nbytes for span in one.ranges])
     for number in range(count):
         place = total * number // count
         at = int(np.searchsorted(ends, place, side="right"))
-        span: Range = one.ranges[at]
+        span = one.ranges[at]
         stretch = span.stretch
         inside = (place - (int(ends[at]) - span.nbytes)) // stretch.itemsize * stretch.itemsize
         begin = stretch.begin + min(inside, max(0, span.nbytes - _SPOT) // stretch.itemsize * stretch.itemsize)
