@@ -63,6 +63,6 @@ SUITES = [
     ),
     Suite(name="real_model", full=("--repeat", "3"), short=("--repeat", "1"), limit_s=60, takes=("--repeat", "--directory")),
     _sized("reshard", "64MiB 1", "8MiB 1", 150),
-    Suite(name="quantise", short=("--short",), limit_s=240, takes=()),
+    Suite(name="quantise", short=("--short",), limit_s=600, takes=()),
 ]
 """In the order in which they run: those that the targets are about first, for the whole run has a limit."""
