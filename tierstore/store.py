@@ -512,6 +512,15 @@ class Store:
             raise
         return self._submit(attempt, staged, facts)
 
+    def goes_back_to(self, generation: int) -> None:
+        """For doors that load in their own way: `generation` quantised copies stand behind one another in what training goes on from.
+
+        Later saves say so, and tiers that quantise store them exact where that would be one too many. What this store's own calls load
+        is known already.
+        """
+        with self._lock:
+            self._generation = max(self._generation, generation)
+
     def raise_errors(self) -> None:
         """Raises what went wrong in the background and no call has raised yet, as the next save would.
 
@@ -862,9 +871,8 @@ class Store:
         return replica.info, state
 
     def _goes_on_from(self, replica: Replica) -> None:
-        """Later saves tell how many quantised copies stand behind what was loaded; `Leases` adds what was really read from one."""
-        with self._lock:
-            self._generation = max(self._generation, generation_of(replica.manifest.facts))
+        """`Leases` adds what was really read from a quantised copy."""
+        self.goes_back_to(generation_of(replica.manifest.facts))
 
     def _open_to_load(self, info: CheckpointInfo, options: LoadOptions | None) -> Replica:
         """Opens it; what is largely wanted of it comes nearer first, where the options or the configuration say so."""

@@ -25,6 +25,7 @@ from torch.futures import Future
 from tierstore.config_models import hydrate_tier
 from tierstore.dcp.contents import Contents, contents_of, metadata_of
 from tierstore.dcp.place import moved, place_of
+from tierstore.dcp.stores import note_generation
 from tierstore.errors import NotFoundError, StateMismatchError, UsageError
 from tierstore.format.objects import ObjectCodecs
 from tierstore.names import Reference
@@ -38,6 +39,7 @@ from tierstore.state.reading import Fill, fill_all
 from tierstore.tier_uri import is_tier_uri
 from tierstore.tiers.catalog import scan
 from tierstore.tiers.hydrate import Hydration
+from tierstore.tiers.quantised import generation_of
 from tierstore.tiers.replica import Replica
 from tierstore.tiers.session import Session
 from tierstore.units import format_some
@@ -202,6 +204,8 @@ class TierStorageReader(StorageReader):
             wanted = self._place.reference or Reference(run="", selector="latest")
             catalog = self._session.run(scan(self._session.tiers, self._place.run))
             self._replica = self._session.open_replica(catalog.resolve(wanted))
+            self._replica.on_lossy = note_generation
+            note_generation(generation_of(self._replica.manifest.facts))
             if (tier := hydrate_tier(self._place.config)) is not None:
                 self._replica.hydrating = self._hydration_of(self._session).onto(self._session.tiers.get(tier))
         return self._replica

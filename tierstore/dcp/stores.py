@@ -23,7 +23,7 @@ from tierstore.state.stage import StagedState
 from tierstore.store import Store
 from tierstore.tiers.ticket import Ticket
 
-__all__ = ["WriterStore", "close_stores", "shared_store"]
+__all__ = ["WriterStore", "close_stores", "note_generation", "shared_store"]
 
 Key = tuple[str, str, int, int]
 
@@ -46,6 +46,7 @@ class WriterStore:
         except SaveError:
             staged.release()
             raise
+        self.store.goes_back_to(_REGISTRY.generation)
         return self.store.submit(attempt, staged, metrics=metrics, tags=tags, final=final)
 
     def raise_errors(self) -> None:
@@ -79,6 +80,7 @@ class _Registry:
         os.register_at_fork(after_in_child=self._renew)
 
     def _renew(self) -> None:
+        self.generation = 0
         self.lock = threading.Lock()
         self.open: dict[Key, WriterStore] = {}
 
@@ -94,6 +96,12 @@ def shared_store(config: StoreConfig, *, rank: int, world_size: int) -> tuple[Ke
         if known is None or not known.store.usable:
             known = _REGISTRY.open[key] = WriterStore(store=Store(config, rank=rank, world_size=world_size))
         return key, known
+
+
+def note_generation(generation: int) -> None:
+    """A reader of this process read what goes back to so many quantised copies: later saves of its writers tell."""
+    with _REGISTRY.lock:
+        _REGISTRY.generation = max(_REGISTRY.generation, generation)
 
 
 def close_stores(keys: set[Key] | None = None) -> None:
