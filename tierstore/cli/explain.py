@@ -24,7 +24,8 @@ from tierstore.names import Attempt
 from tierstore.tiers.catalog import Catalog, CheckpointInfo
 from tierstore.tiers.gc.audit import audit_root
 from tierstore.tiers.gc.housekeeping import Situation, look, plan_of
-from tierstore.tiers.log import read_log
+from tierstore.tiers.log import gone_in, read_log
+from tierstore.tiers.referrers import attempt_of, dropped_text, kept_text
 from tierstore.tiers.retention import PlanEntry, counted_copies
 from tierstore.tiers.retention.explain import Word
 from tierstore.tiers.retention.explain import explain as every_word
@@ -104,8 +105,8 @@ def _tell_tiers(cli: Cli, info: CheckpointInfo, entry: PlanEntry | None, situati
     for tier in situation.tiers:
         state = info.replicas.get(tier.name)
         words = "nothing" if state is None else TIER_MARKS[state][2] or state
-        if tier.name in info.dropped and state is None:
-            words = "dropped on purpose"
+        if tier.name in info.dropped:
+            words = dropped_text(info.serves, tier.name) or ("dropped on purpose" if state is None else words)
         if not tier.reachable:
             words = "not reached"
         drop = drops.get(tier.name)
@@ -163,9 +164,16 @@ def record_words(record: Record, now: datetime | None = None) -> str:
         "evicting": f"is dropped from {tier}{because}",
         "evicted": f"dropped from {tier}",
         "quarantined": f"{data.get('file', 'a file')} on {tier} found damaged",
+        "referenced": f"{_step_of(data.get('by'))} takes bytes from it on {tier}",
+        "reduced": f"freed for good, but for its bytes on {_list(data.get('keep'))}, which others take{because}",
         "swept": f"freed for good{because}",
     }
     return words.get(record.kind, f"{record.kind} {json.dumps(dict(record.data), ensure_ascii=False)}")
+
+
+def _step_of(folder: Any) -> str:
+    found = attempt_of(str(folder))
+    return f"step {found.step}" if found is not None else str(folder)
 
 
 def _list(value: Any) -> str:
@@ -191,7 +199,7 @@ def _tell_gone(cli: Cli, session: Session, found: Found) -> None:
     """Swept when, by whom, by which rule; and what the audit log says of its files."""
     attempt = found.attempt
     records = session.run(read_log(session.tiers.authority.storage, attempt))
-    swept = next((r for r in reversed(records) if r.kind == "swept"), None)
+    swept = gone_in(records)
     audit = session.run(_audit_of(session, attempt))
     facts: list[tuple[str, str | Text]] = [("checkpoint", f"{attempt.run}@{attempt.step}"), ("folder", attempt.folder)]
     if swept is not None:
@@ -201,6 +209,13 @@ def _tell_gone(cli: Cli, session: Session, found: Found) -> None:
             ("rule", str(swept.data.get("reason") or "no reason was given")),
         ]
     left = found.catalog.remains.get(attempt, ())
+    reduced = found.catalog.reduced.get(attempt)
+    if reduced is not None:
+        kept = (
+            kept_text(reduced.serves)
+            or f"its bytes on {', '.join(sorted(reduced.keep))} are not needed any more: `tierstore gc` frees them"
+        )
+        facts.append(("kept", kept))
     if left:
         facts.append(("left", f"files on {', '.join(left)}; `tierstore gc` removes them"))
     cli.terminal.emit(
@@ -213,6 +228,7 @@ def _tell_gone(cli: Cli, session: Session, found: Found) -> None:
             "actor": swept.actor if swept else None,
             "reason": swept.data.get("reason") if swept else None,
             "remains": list(left),
+            "kept": {tier: [a.step for a in referrers] for tier, referrers in reduced.serves.items()} if reduced is not None else {},
         }
     )
     cli.terminal.show(facts_table(facts))

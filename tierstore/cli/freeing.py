@@ -25,6 +25,7 @@ from tierstore.tiers.gc.evict import evict as drop_copy
 from tierstore.tiers.gc.housekeeping import Housekeeping
 from tierstore.tiers.gc.reports import CollectReport, Freed
 from tierstore.tiers.locks import RunLock, lock_path
+from tierstore.tiers.referrers import kept_text
 from tierstore.tiers.session import Session
 from tierstore.units import format_size, format_some
 
@@ -229,6 +230,11 @@ def _kept(cli: Cli, failures: list[TierStoreError], count: int) -> Iterator[None
 def _tell_evicted(cli: Cli, info: CheckpointInfo, freed: Freed) -> None:
     dry = cli.options.dry_run
     value = {"type": "freed", "run": info.run, "step": info.step, "save_id": info.attempt.save_id, "tier": freed.tier, "kind": freed.kind}
-    cli.terminal.emit({**value, "files": freed.files, "nbytes": freed.nbytes, "state": "planned" if dry else "done"})
+    kept = [attempt.step for attempt in freed.kept_for]
+    cli.terminal.emit({**value, "files": freed.files, "nbytes": freed.nbytes, "state": "planned" if dry else "done", "kept_for": kept})
     size = f"{plural(freed.files, 'file')}, {format_size(freed.nbytes)}"
     cli.terminal.show(f"{info.run}@{info.step} {'would be dropped' if dry else 'dropped'} from {freed.tier}: {size}")
+    if freed.kept_for:
+        cli.terminal.show(
+            wrapped(f"{kept_text({freed.tier: freed.kept_for})}: they take bytes from it, and gc frees these when none does any more")
+        )

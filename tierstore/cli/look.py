@@ -33,6 +33,7 @@ from tierstore.tiers.catalog import CheckpointInfo
 from tierstore.tiers.log_facts import Hold, quantised_text
 from tierstore.tiers.pending import pending
 from tierstore.tiers.quantised import generation_of, quantising
+from tierstore.tiers.referrers import dropped_text
 from tierstore.tiers.replica import Replica, Want, open_replica
 from tierstore.tiers.session import Session
 from tierstore.units import format_size
@@ -146,6 +147,8 @@ def _show_replicas(
             words = f"quantised {quantised_text(quantised)}" if quantised else "quantised"
         if state == "complete" and (why := why_exact.get(name)):
             words = f"complete, exact: {why}"
+        if name in info.dropped:
+            words = dropped_text(info.serves, name) or words
         taken = info.taken_on(name) if state in ("complete", "quantised") else None
         told = format_size(taken) if taken is not None else "-"
         table.add_row(name, Text(words or f"{state}: {TIER_MARKS[state][2]}", style=style), told, uri)

@@ -196,7 +196,10 @@ def _tell_housekeeping(cli: Cli, run: str, situation: Situation) -> None:
     decided = [_Decided(step=i.step, record=r) for i in infos for r in i.records if r.kind in _DECISIONS]
     last = max(decided, key=lambda one: one.record.at, default=None)
     expired = [info.expired for info in infos if info.expired is not None]
-    going = [(info.step, name) for info in infos for name, state in info.replicas.items() if state == "evicting"]
+    going = [
+        (info.step, name) for info in infos for name, state in info.replicas.items() if state == "evicting" and name not in info.serves
+    ]
+    kept = sum(bool(reduced.serves) for reduced in situation.catalog.reduced.values())
     readers = [(attempt.step, lease) for attempt, leases in situation.leases.items() for lease in leases]
     first = min((one.not_before for one in expired), default=None)
     cli.terminal.emit(
@@ -209,6 +212,7 @@ def _tell_housekeeping(cli: Cli, run: str, situation: Situation) -> None:
             "last_actor": last.record.actor if last else None,
             "expired": len(expired),
             "freed_from": first,
+            "kept_for_others": kept,
             "dropping": [{"step": step, "tier": name} for step, name in going],
             "readers": [{"step": step, "holder": lease.holder, "kind": lease.kind} for step, lease in readers],
         }
@@ -220,6 +224,8 @@ def _tell_housekeeping(cli: Cli, run: str, situation: Situation) -> None:
         words.append(f"{len(expired)} expired, freed from {when_text(first, now) if first > now else 'now'}")
     if going:
         words.append(f"{plural(len(going), 'copy')} being dropped")
+    if kept:
+        words.append(f"bytes of {plural(kept, 'deleted checkpoint')} are kept for others")
     words += [f"step {step} is used by {lease.holder} ({lease.kind})" for step, lease in readers]
     if words:
         cli.terminal.show(wrapped(Text.assemble(("retention: ", "bold"), "; ".join(words))))

@@ -15,6 +15,7 @@ from tierstore.clock import when_text
 from tierstore.errors import UsageError
 from tierstore.names import Attempt, save_id_time
 from tierstore.tiers.catalog import Catalog, runs
+from tierstore.tiers.referrers import kept_for
 from tierstore.tiers.session import Session
 from tierstore.tiers.usage import RunUsage, measure_run
 from tierstore.units import format_size, parse_size
@@ -103,6 +104,8 @@ def _tell_run(cli: Cli, catalog: Catalog, usage: RunUsage, tiers: Sequence[str])
         state = states.get(attempt, "unknown")
         if state == "swept" and not usage.payload(attempt):
             continue  # its fate and its end stay in the log, 200 bytes
+        if kept := _kept(catalog, attempt):
+            state = kept
         cli.terminal.emit(_value(attempt, state, usage.by_kind(attempt, everything=False)))
         at = age_text(known.get(attempt, save_id_time(attempt.save_id)), now)
         rows.append(((str(attempt.step), at, "" if state == "committed" else _LEFT.get(state, state)), attempts[attempt]))
@@ -121,7 +124,7 @@ def _tell_run(cli: Cli, catalog: Catalog, usage: RunUsage, tiers: Sequence[str])
 def _tell_what_goes(cli: Cli, catalog: Catalog, usage: RunUsage, total: Mapping[str, int]) -> None:
     """What the next collections give back."""
     expired = [info for info in catalog.checkpoints if info.expired is not None]
-    leftovers = [a for a in (*(c.attempt for c in catalog.condemned), *catalog.swept) if usage.payload(a)]
+    leftovers = [a for a in (*(c.attempt for c in catalog.condemned), *catalog.swept) if usage.payload(a) and not _kept(catalog, a)]
     freed = _sum(usage.payload(info.attempt) for info in expired)
     left = _sum(map(usage.payload, leftovers))
     cli.terminal.emit(
@@ -144,6 +147,12 @@ def _tell_what_goes(cli: Cli, catalog: Catalog, usage: RunUsage, total: Mapping[
         cli.terminal.show(wrapped(f"{len(expired)} expired: `tierstore gc` frees {told_sizes(freed)}, {when}; {back}"))
     if leftovers:
         cli.terminal.show(wrapped(f"leftovers of {len(leftovers)} that are no checkpoints: `tierstore gc` frees {told_sizes(left)}"))
+
+
+def _kept(catalog: Catalog, attempt: Attempt) -> str:
+    """Whom the bytes of a deleted checkpoint serve that stay, for people; empty: nobody."""
+    reduced = catalog.reduced.get(attempt)
+    return f"deleted, {kept_for(a for found in reduced.serves.values() for a in found)}" if reduced is not None and reduced.serves else ""
 
 
 def _states(catalog: Catalog) -> dict[Attempt, str]:

@@ -14,7 +14,7 @@ from tierstore.format.record import Record
 from tierstore.names import Attempt
 from tierstore.tiers.log_facts import fold
 
-__all__ = ["Known", "attempt_of", "fold_references", "kept_for", "kept_text"]
+__all__ = ["Known", "attempt_of", "dropped_text", "fold_references", "kept_for", "kept_text"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,11 @@ def kept_for(referrers: Iterable[Attempt]) -> str:
     steps = sorted({referrer.step for referrer in referrers}, reverse=True)
     named = ", ".join(map(str, steps[:3])) + (f" and {len(steps) - 3} more" if len(steps) > 3 else "")
     return f"kept for step{'s' if len(steps) > 1 else ''} {named}"
+
+
+def dropped_text(serves: Mapping[str, Sequence[Attempt]], tier: str) -> str:
+    """For people, of a copy that a tier has dropped; empty: nothing of it stays for others."""
+    return f"dropped; its bytes are {kept_for(serves[tier])}" if tier in serves else ""
 
 
 def kept_text(serves: Mapping[str, Sequence[Attempt]]) -> str:

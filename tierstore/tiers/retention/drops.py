@@ -9,7 +9,7 @@ from datetime import datetime, tzinfo
 from tierstore.config_retention import KeepRule, RetentionConfig, TierRetention
 from tierstore.names import Attempt
 from tierstore.tiers.checkpoint import CheckpointInfo
-from tierstore.tiers.retention.facts import TierFacts, counted_copies, held_nbytes, holds
+from tierstore.tiers.retention.facts import TierFacts, counted_copies, freed_nbytes, held_nbytes, holds
 from tierstore.tiers.retention.plan import Drop, Reason
 from tierstore.tiers.retention.protections import holds_in_force
 from tierstore.tiers.retention.room import needs, unknown_size
@@ -75,7 +75,7 @@ def _of_tier(work: _Work, number: int, rules: TierRetention, there: Sequence[Fat
     tier = work.tiers[number]
     kept = _kept(work, rules.keep, there)
     held = sum(held_nbytes(fate.info, tier.name) for fate in there)
-    freed = sum(held_nbytes(fate.info, tier.name) for fate in there if fate.swept)
+    freed = sum(freed_nbytes(fate.info, tier.name) for fate in there if fate.swept)
     wanted = Reason(kind="tier-rule", text=f"{tier.name} keeps {', '.join(rule_text(rule) for rule in rules.keep or ())}")
     hidden = Reason(kind="hidden", text=f"it goes: {tier.name} does not wait for it")
     rest = []
@@ -113,7 +113,8 @@ def _make_room(work: _Work, number: int, rules: TierRetention, rest: Sequence[Fa
 
     The newest on the tier stays: the highest step, and after a rewind also the latest save.
     """
-    need = needs(rules, work.tiers[number], held_nbytes=held, freed_nbytes=freed)
+    tier = work.tiers[number]
+    need = needs(rules, tier, held_nbytes=held, freed_nbytes=freed)
     if need is None or not rest:
         return 0
     reason = Reason(kind="room", text=need.text)
@@ -122,7 +123,7 @@ def _make_room(work: _Work, number: int, rules: TierRetention, rest: Sequence[Fa
     for fate in sorted(rest, key=_saving):
         if gained >= need.nbytes:
             break
-        if fate.info.attempt not in newest:
+        if fate.info.attempt not in newest and tier.name not in fate.info.serves:  # that would make no room
             gained += _drop(work, number, fate, reason)
     return gained
 
@@ -141,7 +142,7 @@ def _drop(work: _Work, number: int, fate: Fate, reason: Reason) -> int:
     gone = work.gone.setdefault(info.attempt, set())
     copies = tuple(name for name in counted_copies(info, work.tiers) if name != tier.name and name not in gone)
     blocked = "; ".join(_blocks(work, number, fate, copies))
-    nbytes = held_nbytes(info, tier.name)
+    nbytes = freed_nbytes(info, tier.name)
     drop = Drop(tier=tier.name, reason=reason, copies=copies, blocked=blocked, nbytes=nbytes)
     work.drops.setdefault(info.attempt, []).append(drop)
     if blocked:

@@ -12,6 +12,7 @@ from tierstore.config_retention import KeepRule, RetentionConfig
 from tierstore.errors import UsageError
 from tierstore.names import Attempt, save_id_time
 from tierstore.tiers.checkpoint import CheckpointInfo, IncompleteAttempt
+from tierstore.tiers.referrers import kept_text
 from tierstore.tiers.retention.calendar import zone_of
 from tierstore.tiers.retention.drops import Fate, plan_drops
 from tierstore.tiers.retention.facts import TierFacts, counted_copies
@@ -198,6 +199,8 @@ def _entry(
         not_before = now.astimezone(timezone.utc) + timedelta(seconds=policy.gc.undelete_window_s)
     elif action in ("expired", "sweep") and info.expired is not None:
         not_before = info.expired.not_before
+    if info.serves and action in ("expire", "expired", "sweep"):
+        reasons = (*reasons, Reason(kind="serves", text=kept_text(info.serves)))
     return PlanEntry(
         attempt=info.attempt,
         committed_at=info.committed_at,

@@ -9,7 +9,7 @@ from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.tier import Scope, Tiers
 from tierstore.tiers.view import staging
 
-__all__ = ["TierFacts", "counted_copies", "held_nbytes", "holds", "is_recorded", "tier_facts"]
+__all__ = ["TierFacts", "counted_copies", "freed_nbytes", "held_nbytes", "holds", "is_recorded", "tier_facts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +83,11 @@ def _counts(info: CheckpointInfo, tier: TierFacts) -> bool:
 def holds(info: CheckpointInfo, tier: str) -> bool:
     """Whether the tier has the checkpoint, or a node's share of it, to lose."""
     return tier not in info.dropped and info.replicas.get(tier) in ("complete", "receipt", "quantised")
+
+
+def freed_nbytes(info: CheckpointInfo, tier: str) -> int:
+    """What the tier gets free when the copy goes, in bytes: next to nothing where others take bytes from it, for these stay."""
+    return 0 if tier in info.serves else held_nbytes(info, tier)
 
 
 def held_nbytes(info: CheckpointInfo, tier: str) -> int:
