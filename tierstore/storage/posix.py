@@ -288,7 +288,7 @@ class PosixStorage:
                 async with turn:
                     if ended:
                         return
-                    offset = next(parts)
+                    offset, ended = next(parts), True  # if this fails, nobody goes on
                     data = await source.read(offset, _PART_NBYTES)
                     ended = data.nbytes < _PART_NBYTES or source.length == offset + data.nbytes
                     if ended and source.length != offset + data.nbytes:

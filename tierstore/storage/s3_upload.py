@@ -290,6 +290,8 @@ class Upload:
             await held.enter_async_context(slots)
             return await self._pull(index)
         async with self._pulling:  # before the slot: who waits for its turn keeps no other file from sending
+            if self.source_failure is not None:
+                raise self.source_failure  # beyond what can't be had there is nothing to be had
             if self._whole:
                 return memoryview(b""), b""
             await held.enter_async_context(slots)
