@@ -1,0 +1,77 @@
+"""What the verbs say of a checkpoint that was deleted, or dropped from a tier, while its bytes serve a later one."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiers_kit import SteppedClock
+from typer.testing import CliRunner, Result
+
+import tierstore
+from tierstore.cli.main import app
+
+
+def state(step: int) -> dict[str, Any]:
+    """Frozen weights of 3 MiB, and an adapter."""
+    frozen = torch.Generator().manual_seed(0)
+    return {"base": torch.randn(768, 1024, generator=frozen), "lora": torch.full((64,), float(step))}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Two checkpoints; the second one's packed file takes bytes from the first one's."""
+    config = tmp_path / "tierstore.yaml"
+    config.write_text(
+        "run: sft\n"
+        "tiers:\n"
+        "  - {name: shared, uri: ./shared, scope: shared}\n"
+        "  - {name: far, uri: ./far, scope: shared, codec: zstd, unchanged_once: true}\n"
+        "retention: {keep: [{last: 1}], protect: {min_age: 1h}, gc: {undelete_window: 1h}}\n"
+    )
+    clock = SteppedClock()
+    clock.wall = datetime.now(timezone.utc) - timedelta(days=2)
+    with tierstore.open(str(config), clock=clock) as store:
+        for step in (10, 20):
+            store.save(step, state(step)).wait("far", timeout=60)
+    return config
+
+
+def call(config: Path, *arguments: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(app, ["-c", str(config), *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == code, result.output
+    return result
+
+
+def values(config: Path, *arguments: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in call(config, *arguments, "--json").stdout.splitlines()]
+
+
+def text(config: Path, *arguments: str) -> str:
+    return " ".join(call(config, *arguments).stdout.split())
+
+
+def test_the_bytes_of_a_deleted_checkpoint_are_told_to_be_kept_and_for_whom(saved: Path) -> None:
+    assert "its bytes on far are kept for step 20" in text(saved, "plan")
+    assert "step 20 takes bytes from it on far" in text(saved, "explain", "@10")
+    call(saved, "prune", "--yes")
+    assert "deleted, but its bytes on far are kept for step 20" in text(saved, "gc", "--now", "--yes")
+    assert "kept its bytes on far are kept for step 20" in text(saved, "explain", "@10")
+    (gone,) = [value for value in values(saved, "explain", "@10") if value["type"] == "gone"]
+    assert gone["kept"] == {"far": [20]}
+    assert "deleted, kept for step 20" in text(saved, "du")
+    assert "leftovers" not in text(saved, "du")
+    assert "bytes of 1 deleted checkpoint are kept for others" in text(saved, "status")
+    assert "10" not in [value.get("step") for value in values(saved, "ls")]
+    assert "it was deleted" in call(saved, "show", "@10", code=4).output
+    assert not [value for value in values(saved, "verify", "--level", "full") if value["type"] == "finding"]
+
+
+def test_a_dropped_copy_says_for_whom_its_bytes_stay(saved: Path) -> None:
+    assert "its bytes on far are kept for step 20" in text(saved, "evict", "@10", "--tier", "far")
+    assert "dropped; its bytes are kept for step 20" in text(saved, "show", "@10")
+    assert "dropped; its bytes are kept for step 20" in text(saved, "explain", "@10")
