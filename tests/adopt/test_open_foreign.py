@@ -274,10 +274,10 @@ def test_strictness_is_that_of_any_load(tmp_path: Path) -> None:
 def test_objects_of_foreign_classes_are_refused_by_place_or_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     import argparse
 
-    state = {"a": torch.ones(2), "args": argparse.Namespace(x=1), "list": [1, argparse.Namespace()], "sparse": torch.eye(2).to_sparse()}
+    state = {"a": torch.ones(2), "args": argparse.Namespace(x=1), "list": [1, argparse.Namespace()]}
     torch.save(state, tmp_path / "s.pt")
     folder = save_dcp({"m": {"a": torch.ones(2)}, "args": argparse.Namespace(x=1), "n": 3}, tmp_path / "dcp")
-    with pytest.raises(UnsupportedTypeError, match=r"state\['args'\] is a argparse.Namespace.*state\['sparse'\]"):
+    with pytest.raises(UnsupportedTypeError, match=r"state\['args'\] is a argparse.Namespace.*state\['list'\]"):
         tierstore.open_foreign(tmp_path / "s.pt")
     with tierstore.open_foreign(tmp_path / "s.pt", skip_objects=True) as checkpoint:
         loaded = checkpoint.state()
@@ -290,6 +290,26 @@ def test_objects_of_foreign_classes_are_refused_by_place_or_left_out(tmp_path: P
     with tierstore.open_foreign(folder, skip_objects=True) as checkpoint:
         assert set(checkpoint.state()) == {"m", "n"}
     assert "left out" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta", "ignore:Sparse invariant checks are implicitly disabled")
+def test_sparse_tensors_of_a_torch_save_file_are_read_by_their_components(tmp_path: Path) -> None:
+    dense = torch.tensor([[0.0, 2, 0, 0], [1, 0, 0, 3]])
+    twice = torch.sparse_coo_tensor(torch.tensor([[0, 0], [1, 1]]), torch.tensor([1.0, 2.0]), (2, 4))
+    state = {
+        "coo": dense.to_sparse(),
+        "uncoalesced": twice,
+        "list": [dense.to_sparse_csr(), dense.to_sparse_bsc((2, 2))],
+        "parameter": torch.nn.Parameter(dense.to_sparse()),
+        "none": torch.zeros(2, 4).to_sparse(),
+    }
+    torch.save(state, tmp_path / "s.pt")
+    with tierstore.open_foreign(tmp_path / "s.pt") as checkpoint:
+        assert {"coo.indices", "coo.values", "list.0.crow_indices"} <= set(checkpoint)
+        assert_same_state(checkpoint.state(), state)
+    with tierstore.open([str(tmp_path / "tier")], run="r") as store:
+        store.adopt(tmp_path / "s.pt", step=1).wait("durable", 60)
+        assert_same_state(store.load(1), state)
 
 
 def test_what_is_there_is_told_where_it_is_no_checkpoint(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tierstore.errors import FormatError
@@ -22,6 +22,7 @@ __all__ = [
     "LOCAL_NBYTES",
     "TAIL_NBYTES",
     "Archive",
+    "SavedSparse",
     "SavedTensor",
     "SavedValue",
     "ZipEntry",
@@ -198,6 +199,18 @@ class SavedTensor:
         return 0 if 0 in self.shape else 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedSparse:
+    """A sparse tensor of the pickle: `layout` is ``sparse_coo`` or its like, `parts` are its components as torch orders them."""
+
+    layout: str
+    parts: tuple[SavedTensor, ...]
+    shape: tuple[int, ...]
+    coalesced: bool = False
+    requires_grad: bool = False
+    parameter: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class SavedValue:
     """A small value of torch's: `kind` is ``dtype``, ``device``, ``Size`` or ``layout``."""
@@ -216,8 +229,8 @@ def parse_saved(data: bytes, what: str) -> Any:
     """Reads the ``data.pkl`` of an archive.
 
     Returns:
-        What was saved: containers and plain values as they are, `SavedTensor`, `SavedValue`; an object of any other class is an
-        inert `Instance` that has its name.
+        What was saved: containers and plain values as they are, `SavedTensor`, `SavedSparse`, `SavedValue`; an object of any other class
+        is an inert `Instance` that has its name.
 
     Raises:
         FormatError: Malformed.
@@ -276,7 +289,21 @@ def _checked(storage: Any, dtype: str | None, offset: Any, shape: Any, strides: 
     return SavedTensor(storage=storage.key, dtype=dtype, offset=offset, shape=shape, strides=strides, requires_grad=requires_grad is True)
 
 
+def _sparse(layout: Any, data: Any) -> SavedSparse:
+    known = layout.value.removeprefix("torch.") if isinstance(layout, SavedValue) and layout.kind == "layout" else ""
+    values = list(data) if type(data) is tuple else []
+    coalesced = values.pop() is True if known == "sparse_coo" and len(values) == 4 else False
+    shape: Any = values.pop() if values else None
+    shape = shape.value if isinstance(shape, SavedValue) else shape
+    good = type(shape) is tuple and len(shape) <= MAX_NDIM and all(type(n) is int and 0 <= n <= _MAX for n in shape)
+    if len(values) != _SPARSE.get(known) or not all(isinstance(part, SavedTensor) for part in values) or not good:
+        raise FormatError(f"a malformed sparse tensor of the layout {known[:40]!r}", hint=_HINT)
+    return SavedSparse(layout=known, parts=tuple(values), shape=shape, coalesced=coalesced)
+
+
 def _parameter(tensor: Any, requires_grad: Any = True, hooks: Any = None, *more: Any) -> Any:
+    if isinstance(tensor, SavedSparse):
+        return replace(tensor, requires_grad=requires_grad is True, parameter=True)
     if not isinstance(tensor, SavedTensor):
         return tensor
     return SavedTensor(
@@ -296,6 +323,9 @@ def _bytes(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
+_SPARSE = {"sparse_coo": 2, "sparse_csr": 3, "sparse_csc": 3, "sparse_bsr": 3, "sparse_bsc": 3}
+"""Layouts of sparse tensors, and how many components each has."""
+
 _MAKERS: dict[str, Callable[..., Any]] = {
     "_codecs.encode": _bytes,
     "builtins.bytes": lambda: b"",  # how protocol 2 writes empty ones
@@ -314,6 +344,7 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "torch.serialization._get_layout": lambda text: SavedValue("layout", str(text)),
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_of,
+    "torch._utils._rebuild_sparse_tensor": _sparse,
     "torch._utils._rebuild_parameter": _parameter,
 }
 

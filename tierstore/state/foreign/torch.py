@@ -16,13 +16,13 @@ from tierstore.format.dtypes import DTYPES
 from tierstore.format.index import Extent, TensorEntry
 from tierstore.format.objects import Opaque, TensorRef
 from tierstore.format.pickle_reader import Instance
-from tierstore.format.torch_zip import TAIL_NBYTES, Archive, SavedTensor, SavedValue, parse_saved
+from tierstore.format.torch_zip import TAIL_NBYTES, Archive, SavedSparse, SavedTensor, SavedValue, parse_saved
 from tierstore.state.bits import torch_dtype
 from tierstore.state.foreign.files import ForeignFiles
 from tierstore.state.foreign.places import MemberPlace, Wherever, Window, check_tensor, layout_of, member_bytes, open_archive
 from tierstore.state.paths import Place as TreePlace
 from tierstore.state.paths import assign_names, show
-from tierstore.state.unflatten import MODULE_STATE, TENSOR, rebuilt
+from tierstore.state.unflatten import COMPONENTS, MODULE_STATE, SPARSE, TENSOR, rebuilt
 
 __all__ = ["SavedState", "plain_values", "read_saved", "refuse"]
 
@@ -129,6 +129,8 @@ class _Walk:
                 return self.refuse(place, "torch.Tensor")
             self.slots.append(slot := _Slot(place, value))
             return slot
+        if isinstance(value, SavedSparse):
+            return self.sparse(value, place)
         if isinstance(value, SavedValue):
             return self.small(value, place)
         if isinstance(value, Instance):
@@ -145,6 +147,17 @@ class _Walk:
         if kind in (str, int, float, bool, bytes, bytearray, complex, set, frozenset, type(None)):
             return value
         return self.refuse(place, f"{kind.__module__}.{kind.__qualname__}")
+
+    def sparse(self, value: SavedSparse, place: TreePlace) -> Any:
+        if self.slots is None:
+            return self.refuse(place, "torch.Tensor")
+        names = COMPONENTS[getattr(torch, value.layout)]
+        parts = {name: self.walk(part, (*place, name)) for name, part in zip(names, value.parts, strict=True)}
+        facts: dict[str, Any] = {"layout": value.layout, "shape": value.shape, "parts": parts}
+        if value.layout == "sparse_coo":
+            facts["coalesced"] = value.coalesced
+        flags = {"requires_grad": value.requires_grad, "parameter": value.parameter}
+        return Opaque(SPARSE, {**facts, **{flag: True for flag, on in flags.items() if on}})
 
     def key(self, key: Any, place: TreePlace) -> Any:
         return self.refuse(place, f"{key.name} as a key") if isinstance(key, Instance) else key
