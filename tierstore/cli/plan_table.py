@@ -133,8 +133,13 @@ def _missing(missing: tuple[int, ...] | None) -> str:
 
 
 def sum_nbytes(entries: Sequence[PlanEntry]) -> int:
-    """Bytes that all complete copies of `entries` take up, on all tiers together."""
-    return sum(entry.nbytes * sum(state == "complete" for state in entry.replicas.values()) for entry in entries)
+    """Bytes that all complete copies of `entries` take up, quantised ones included, on all tiers together."""
+    return sum(
+        entry.taken.get(tier, entry.nbytes)
+        for entry in entries
+        for tier, state in entry.replicas.items()
+        if state in ("complete", "quantised")
+    )
 
 
 def plan_summary(plan: Plan) -> str:

@@ -214,6 +214,7 @@ def _entry(
         tags=info.tags,
         final=info.final,
         ranked=ranked,
+        taken=info.taken,
     )
 
 

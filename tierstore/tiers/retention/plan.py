@@ -70,6 +70,7 @@ class PlanEntry:
         not_before: For ``expire``, ``expired`` and ``sweep``: until then it can be taken back.
         metrics: Those that the policy's rules go by.
         ranked: It takes a place in the rules.
+        taken: What its copy takes up on a tier, in bytes, where that is not `nbytes`.
     """
 
     attempt: Attempt
@@ -84,6 +85,7 @@ class PlanEntry:
     tags: tuple[str, ...] = ()
     final: bool = False
     ranked: bool = True
+    taken: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def stays(self) -> bool:
@@ -241,6 +243,8 @@ def _entry_body(entry: PlanEntry) -> dict[str, Any]:
         body["final"] = True
     if not entry.ranked:
         body["unranked"] = True
+    if entry.taken:
+        body["taken"] = dict(entry.taken)
     if entry.metrics:
         body["metrics"] = plain_json(dict(sorted(entry.metrics.items())), "metrics")
     return body
@@ -312,6 +316,7 @@ def _entry(run: str, item: Mapping[str, Any]) -> PlanEntry:
         tags=tuple(item.get("tags", ())),
         final=item.get("final", False),
         ranked=not item.get("unranked", False),
+        taken={str(tier): int(nbytes) for tier, nbytes in item.get("taken", {}).items()},
     )
 
 
