@@ -72,6 +72,6 @@ def test_the_bytes_of_a_deleted_checkpoint_are_told_to_be_kept_and_for_whom(save
 
 
 def test_a_dropped_copy_says_for_whom_its_bytes_stay(saved: Path) -> None:
-    assert "its bytes on far are kept for step 20" in text(saved, "evict", "@10", "--tier", "far")
+    assert "its bytes on far are kept for step 20" in text(saved, "evict", "@10", "--tier", "far", "--yes")
     assert "dropped; its bytes are kept for step 20" in text(saved, "show", "@10")
     assert "dropped; its bytes are kept for step 20" in text(saved, "explain", "@10")
