@@ -142,3 +142,29 @@ def test_a_name_from_a_pickle_can_t_speak_to_the_terminal() -> None:
     with pytest.raises(FormatError) as error:
         parse_dcp_metadata(data)
     assert "\x1b" not in str(error.value)
+
+
+class Sparse:
+    """Pickles as a sparse tensor that was made of these."""
+
+    def __init__(self, *made_of: Any) -> None:
+        self.made_of = made_of
+
+    def __reduce__(self) -> Any:
+        return torch._utils._rebuild_sparse_tensor, self.made_of
+
+
+@pytest.mark.parametrize(
+    "made_of",
+    [
+        ("sparse_coo", ()),
+        (torch.sparse_coo, 3),
+        (torch.sparse_coo, ()),
+        (torch.sparse_coo, (1, 2, (3,), True)),
+        (torch.sparse_csr, ((2, 2), (2, 2))),
+        (torch.strided, ((2, 2),)),
+    ],
+)
+def test_a_malformed_sparse_tensor_is_an_error_of_ours(made_of: tuple[Any, ...]) -> None:
+    with pytest.raises(FormatError, match="malformed sparse tensor"):
+        parse_saved(pickle.dumps(Sparse(*made_of), 2), "test")
