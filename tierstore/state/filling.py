@@ -8,6 +8,7 @@ but each sees the stored names, and one that matches nothing is no error. Where 
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -132,10 +133,11 @@ def put_in(node: Any, place: Place, made: Mapping[Place, torch.Tensor]) -> Any:
         if node.tag == MODULE_STATE:
             return Opaque(node.tag, [put_in(node.value[0], place, made), node.value[1]])
         return Opaque(node.tag, put_in(node.value, place, made))
-    if isinstance(node, dict):
-        return type(node)((key, put_in(item, (*place, key), made)) for key, item in node.items())
-    if isinstance(node, list | tuple):
-        return type(node)(put_in(item, (*place, at), made) for at, item in enumerate(node))
+    kind = type(node)
+    if kind is dict or kind is OrderedDict:
+        return kind((key, put_in(item, (*place, key), made)) for key, item in node.items())
+    if kind is list or kind is tuple:
+        return kind(put_in(item, (*place, at), made) for at, item in enumerate(node))
     return node
 
 

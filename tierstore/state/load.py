@@ -205,7 +205,12 @@ class _Load:
             return _at_places(node, place, resolve) if place in above else node
 
         plan.filling.tell(self.what, loudly=self.rank == 0)
-        return plan.finish(lambda node, place: unflatten(put_in(resolve(node, place), place, plan.made), made.__getitem__, self.codecs))
+
+        def build(node: Any, place: Place) -> Any:
+            whole = put_in(node, place, plan.made) if plan.incomplete else node
+            return unflatten(resolve(whole, place), made.__getitem__, self.codecs)
+
+        return plan.finish(build)
 
     def _match(self, tree: Any, differing: Collection[Place] = ()) -> Match:
         return match(self.into, tree, self.replica.index, self.options, self.names, differing)

@@ -53,6 +53,8 @@ class Match:
     """As `check`, but what is stored and not asked for is no difference: another rank may ask for it."""
     made: dict[Place, torch.Tensor] = field(default_factory=dict)
     """Within `fresh`: tensors for the places of those that were left out; `fills` fill them. Places without one become None."""
+    incomplete: bool = False
+    """Whether something of `fresh` was left out."""
     filling: Filling = field(default_factory=lambda: Filling(cast(Any, None), None))
     """What stands in for tensors that the checkpoint lacks."""
     unasked: Callable[[], set[str]] = field(default=set)
@@ -216,6 +218,7 @@ class _Planner:
         """Plans to build a stored subtree, with tensors for those that were left out of it where rules say what fills them."""
         self.plan.fresh.append(node)
         for inside, facts in omitted_in(node, place):
+            self.plan.incomplete = True
             name, dtype, shape = name_of(inside), facts["dtype"], tuple(facts["shape"])
             found = self.filling.find(name)
             if found is None:
