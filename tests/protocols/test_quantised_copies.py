@@ -402,9 +402,12 @@ def test_a_copy_that_was_interrupted_is_finished_as_it_is_wanted_by_then(
 # ---- where all else is lost
 
 
+@pytest.mark.parametrize("folder", [False, True])
 def test_a_quantised_copy_alone_is_loaded_and_recover_takes_it_for_no_authoritys(
-    place: Place, config: dict[str, Any], caplog: pytest.LogCaptureFixture
+    place: Place, config: dict[str, Any], caplog: pytest.LogCaptureFixture, folder: bool
 ) -> None:
+    if folder:  # whose threads prove what they read
+        config = place.config(uri=str(place.root / "far"), codec="zstd", quantise="q8")
     place.save(config, 1)
     place.lose_near()
     with place.session(config, create=False) as session:
@@ -420,9 +423,26 @@ def test_a_quantised_copy_alone_is_loaded_and_recover_takes_it_for_no_authoritys
         info = info_of(session)
         assert not info.authority_lost
         assert (dict(info.replicas), info.dropped) == ({"far": "quantised"}, frozenset({"shared"}))
-    assert list(place.root.rglob("shard-*")) == []
+    assert not [p for name in ("node", "shared") for p in (place.root / name).rglob("shard-*")]
     with place.open(config) as store:
         assert is_near(store.load(), adam_state(1), step_error=0.05)
+    with place.session(config, create=False) as session:
+        assert info_of(session).quarantined == frozenset()
+
+
+def test_a_quantised_copy_whose_record_is_lost_with_the_log_is_known_by_what_lies_beside_it(place: Place, config: dict[str, Any]) -> None:
+    place.save(config, 1)
+    for name in place.names("000001.json"):
+        place.remove(name)
+    place.lose_near()
+    with place.open(config) as store:
+        assert is_near(store.load(), adam_state(1), step_error=0.05)
+    with Session.open(load_config(config), lost="recover") as session:
+        assert info_of(session).quantised_on("far") == {}
+        assert session.run(recover(session.tiers, "r", clock=session.clock)).ok
+        info = info_of(session)
+        assert (info.quantised_on("far") or {})["digest"] == digest_of(place.bucket._files[info.attempt.quantised_path])
+        assert session.run(verify(session.tiers, "r", level="full", only=["far"])).damage == ()
 
 
 def test_a_quantised_copy_goes_with_what_proves_it(place: Place, config: dict[str, Any]) -> None:

@@ -11,7 +11,10 @@ import torch
 from packed_tiers_kit import COLUMNS, ROWS, Place, adam_state
 from tiers_kit import SteppedClock
 
+from tierstore.errors import TemporaryError
+from tierstore.storage.contract import Listing
 from tierstore.storage.packed import PACKED_MARKER, PackedStorage
+from tierstore.testing.bucket import Bucket
 from tierstore.testing.equality import assert_same_state
 from tierstore.tiers.catalog import scan
 from tierstore.tiers.promote import promote
@@ -83,6 +86,23 @@ def test_a_tier_that_never_packed_is_not_wrapped(place: Place) -> None:
     place.save(place.config(codec="zstd"), 2)
     with place.session(place.config(), create=False) as session:
         assert [tier.name for tier in session.tiers if isinstance(tier.storage, PackedStorage)] == ["far"]
+
+
+def test_a_tier_that_was_down_when_it_was_opened_is_read_whatever_it_keeps(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.save(place.config(codec="zstd"), 1)
+    place.lose_exact_shards()
+    children, down = Bucket.children, [True]
+
+    async def ask(self: Bucket, folder: str = "") -> Listing:
+        if down[0]:
+            raise TemporaryError("the endpoint is down")
+        return await children(self, folder)
+
+    monkeypatch.setattr(Bucket, "children", ask)
+    monkeypatch.setattr("tierstore.tiers.tier._ASK_AGAIN_S", 0.0)
+    with place.open(place.config()) as store:
+        down[0] = False
+        assert_same_state(store.load(), adam_state(1))
 
 
 def test_opening_asks_a_packed_tier_no_more_than_a_plain_one(place: Place) -> None:

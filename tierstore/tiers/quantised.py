@@ -34,6 +34,7 @@ __all__ = [
     "lossy_files",
     "put_document",
     "quantising",
+    "told_by_document",
 ]
 
 log = logging.getLogger(__name__)
@@ -144,6 +145,21 @@ async def put_document(tier: Tier, attempt: Attempt, lossy: Mapping[str, PackedF
     copy = QuantisedCopy.of(attempt.run, attempt.step, attempt.save_id, generation=generation, scheme=scheme, files=files)
     data = await asyncio.to_thread(encode_quantised, copy)
     await tier.storage.put(attempt.quantised_path, data)
+    return _told(copy, data)
+
+
+async def told_by_document(tier: Tier, attempt: Attempt) -> dict[str, Any]:
+    """What a record is to say of a quantised copy whose own was lost with the log: the document is taken as it is.
+
+    Raises:
+        IntegrityError: It is missing, damaged, or that of another checkpoint.
+        StorageError: It can't be read.
+    """
+    copy = await QuantisedReader(tier, attempt, {}, 1).document()
+    return _told(copy, await tier.storage.read(attempt.quantised_path))
+
+
+def _told(copy: QuantisedCopy, data: bytes) -> dict[str, Any]:
     return {
         "digest": digest_of(data),
         "scheme": copy.scheme,

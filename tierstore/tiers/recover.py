@@ -17,11 +17,12 @@ from tierstore.format.record import Record, encode_record
 from tierstore.names import Attempt
 from tierstore.tiers.catalog import CheckpointInfo, scan
 from tierstore.tiers.checkpoint import Reduced
-from tierstore.tiers.copies import copy_payload, record_replica
+from tierstore.tiers.copies import Copied, copy_payload, record_replica
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.locks import RunLock, lock_path
 from tierstore.tiers.log import actor_name, new_nonce, parse_record
 from tierstore.tiers.promote import ReconcileReport, pending, reconcile
+from tierstore.tiers.quantised import told_by_document
 from tierstore.tiers.quarantine import quarantine
 from tierstore.tiers.recover_references import record_again
 from tierstore.tiers.tier import Tier, Tiers, ensure_tier
@@ -149,6 +150,9 @@ async def _rebuild(context: CopyContext, info: CheckpointInfo, *, dry_run: bool)
             missing = tier.name not in info.replicated and tier.name not in info.dropped
             if info.replicas.get(tier.name) == "complete" and missing:
                 await _record_again(context, view, tier)
+            if tier.name in lossy and missing:
+                told = await told_by_document(tier, info.attempt)
+                await record_replica(context, view, tier, Copied(files={}, quantised=told))
     except ConflictError as error:  # somebody decides about this attempt right now: their log stands
         return replace(done, error=f"its log has come back meanwhile: {error.message}")
     except TierStoreError as error:

@@ -226,7 +226,7 @@ class Replica:
             found = lists.get(want.file)
             if found is None:
                 first = next(iter(self._passed.order(want.file)), None)
-                if first is not None and isinstance(first.tier.storage, ReadsPieces):
+                if first is not None and first.quantised is None and isinstance(first.tier.storage, ReadsPieces):
                     found = near.setdefault(first.tier.name, (first, []))[1]
                 else:
                     found = far
