@@ -504,6 +504,7 @@ def test_the_document_keeps_what_it_was_given() -> None:
     assert none.max_error != none.max_error
     assert decode_quantised(encode_quantised(none)).files == ()
     assert quantised_text({"scheme": "q8", "max_error": 0.031, "mean_error": 0.004}) == "q8 (worst update error 3.1 %, mean 0.4 %)"
+    assert quantised_text({"scheme": "q4", "max_error": 4.474}) == "q4 (worst update error 447 %)"
     assert quantised_text({}) == "quantised"
 
 

@@ -133,7 +133,7 @@ def quantised_in(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def quantised_text(told: Mapping[str, Any]) -> str:
     """What is known of a quantised copy, for people: ``q8 (worst update error 3.1 %, mean 0.4 %)``."""
     errors = [
-        f"{word} {value * 100:.2g} %"
+        f"{word} {value * 100:.{0 if value >= 1 else 2}{'f' if value >= 1 else 'g'}} %"
         for word, key in (("worst update error", "max_error"), ("mean", "mean_error"))
         if isinstance(value := told.get(key), (int, float)) and value == value
     ]
