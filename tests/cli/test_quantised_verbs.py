@@ -78,3 +78,8 @@ def test_recover_says_that_only_a_quantised_copy_is_left(saved: Path) -> None:
     assert "no exact copy" in call(saved, "ls").stdout
     assert "what is left is quantised" in call(saved, "recover").stdout
     assert "≈far" in call(saved, "ls").stdout
+    with tierstore.open(str(saved)) as store:
+        resumed = store.resume()
+        assert resumed is not None
+        store.save(20, resumed.state).wait("far", timeout=60)
+        assert store.checkpoints()[-1].complete_on == ("node", "shared", "far")
