@@ -7,6 +7,7 @@ import math
 import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from tierstore.format.digest import BLOCK_NBYTES
 from tierstore.storage.contract import InBlocks, InMemory, Source
 from tierstore.storage.sources import bare_of
 
-__all__ = ["Extra", "Extras", "covering"]
+__all__ = ["Extra", "Extras", "ReadsExtras", "covering"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,13 @@ class Extra:
 
     def part(self, begin: int, end: int) -> memoryview:
         return self.data[begin - self.begin : end - self.begin]
+
+
+class ReadsExtras(Protocol):
+    """Reads parts of a file, for whoever samples it."""
+
+    async def read(self, begin: int, end: int) -> Extra:
+        """The bytes ``[begin, end)``, and maybe some around them."""
 
 
 class Extras:

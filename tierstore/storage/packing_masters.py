@@ -10,7 +10,7 @@ import numpy as np
 
 from tierstore.format.packed.rounding import round_into
 from tierstore.format.packed.types import Stretch
-from tierstore.storage.packing_extras import Extras
+from tierstore.storage.packing_extras import ReadsExtras
 from tierstore.storage.tasks import all_or_none
 
 __all__ = ["Master", "find_masters"]
@@ -32,7 +32,7 @@ class Master:
     kind: _Kind
 
 
-async def find_masters(stretches: Sequence[Stretch], extras: Extras, without: Iterable[str]) -> Mapping[str, Master]:
+async def find_masters(stretches: Sequence[Stretch], extras: ReadsExtras, without: Iterable[str]) -> Mapping[str, Master]:
     """The masters of 16-bit tensors, by name; what is found is a guess that is proved block by block.
 
     Args:
@@ -64,7 +64,7 @@ async def find_masters(stretches: Sequence[Stretch], extras: Extras, without: It
     return masters
 
 
-async def _sample(extras: Extras, stretch: Stretch, itemsize: int) -> bytes:
+async def _sample(extras: ReadsExtras, stretch: Stretch, itemsize: int) -> bytes:
     numel = (stretch.end - stretch.begin) // itemsize
     first = max(0, numel // 2 - _SAMPLE // 2)
     last = min(numel, first + _SAMPLE)
@@ -75,7 +75,7 @@ async def _sample(extras: Extras, stretch: Stretch, itemsize: int) -> bytes:
 class _Pool:
     """The float32 tensors of one shape; each is sampled at most once, those first whose names end like the wanted one's."""
 
-    def __init__(self, stretches: Sequence[Stretch], extras: Extras) -> None:
+    def __init__(self, stretches: Sequence[Stretch], extras: ReadsExtras) -> None:
         self._extras = extras
         self._left = dict.fromkeys(range(len(stretches)))
         self._stretches = stretches
