@@ -79,9 +79,9 @@ def arguments(
     return parser.parse_args()
 
 
-def contest_arguments(description: str, *, nbytes: str, repeat: int) -> argparse.Namespace:
+def contest_arguments(description: str, *, nbytes: str, repeat: int, parser: argparse.ArgumentParser | None = None) -> argparse.Namespace:
     """`arguments` of a suite that can be told whom to leave out, with reasons: `make bench` does after a peer ended the process."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = parser or argparse.ArgumentParser(description=description)
     parser.add_argument("--without", type=json.loads, default={}, metavar="JSON", help="names of peers that are left out: {name: reason}")
     installed.use()
     return arguments("", nbytes=nbytes, repeat=repeat, parser=parser)

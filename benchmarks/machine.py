@@ -37,6 +37,10 @@ _PACKAGES = (
     "runai-model-streamer",
     "tensorizer",
     "instanttensor",
+    "zstandard",
+    "blosc2",
+    "zipnn",
+    "lmzip",
 )
 
 

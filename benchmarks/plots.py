@@ -41,6 +41,15 @@ PICTURES = [
     Picture(name="s3-load", key="s3.load", title="Load everything from S3"),
     Picture(name="s3-rows", key="s3.rows", title="One rank of eight loads its rows from S3, 20 ms a request"),
     Picture(
+        name="codec-left",
+        key="codec.state.left",
+        title="What is left of AdamW's state (bf16 weights, fp32 master, m, v)",
+        unit="percent of the raw bytes",
+        suffix=" %",
+    ),
+    Picture(name="codec-encode", key="codec.state.encode.1", title="Encoding AdamW's state, one thread"),
+    Picture(name="codec-decode", key="codec.state.decode.1", title="Decoding AdamW's state, one thread"),
+    Picture(
         name="quantise-drift",
         key="quantise.drift",
         title="Resumed from quantised moments: drift of all parameters",

@@ -62,6 +62,14 @@ SUITES = [
         limit_s=150,
     ),
     Suite(name="real_model", full=("--repeat", "3"), short=("--repeat", "1"), limit_s=60, takes=("--repeat", "--directory")),
+    Suite(
+        name="codec",
+        full=("--nbytes", "16MiB", "--repeat", "3"),
+        short=("--nbytes", "4MiB", "--repeat", "1", "--model", "demo"),
+        limit_s=200,
+        contest=True,
+        takes=("--nbytes", "--repeat"),
+    ),
     _sized("reshard", "64MiB 1", "8MiB 1", 150),
     Suite(name="quantise", short=("--short",), limit_s=600, takes=()),
 ]

@@ -1,4 +1,4 @@
-"""Real training states, for what depends on the values: the demo's model, and one of 17 million parameters. Trained once, then kept in .cache/.
+"""Real training states, for what depends on the values: the demo's model, and one of 17 million parameters, trained once and kept.
 
 python benchmarks/trained.py [demo|large]       trains it, goes on where it was interrupted, and says what it has
 """
@@ -37,7 +37,7 @@ KINDS = {
 
 
 def trained_state(name: str) -> dict[str, torch.Tensor]:
-    """The tensors of a trained state by names such as ``model.X``, ``master.X``, ``exp_avg.X``, ``exp_avg_sq.X``: from the cache, or trained now."""
+    """A trained state, from the cache or trained now: ``model.X`` in bf16, ``master.X``, ``exp_avg.X`` and ``exp_avg_sq.X`` in fp32."""
     path = CACHE / f"{name}-{KINDS[name].steps}.safetensors"
     if not path.exists():
         CACHE.mkdir(parents=True, exist_ok=True)

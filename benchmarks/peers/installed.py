@@ -20,8 +20,14 @@ PACKAGES = {
     "runai_model_streamer": ["runai-model-streamer>=0.17", "runai-model-streamer-s3>=0.17", "humanize"],
     "instanttensor": ["instanttensor>=0.2"],
     "tensorizer": ["tensorizer>=2.12", "redis", "hiredis", "libnacl", "protobuf"],
+    "blosc2": ["blosc2>=4.0", "ndindex", "msgpack", "numexpr", "threadpoolctl"],
+    "zipnn": ["zipnn>=0.5.4"],
+    "lmz": ["lmzip>=1.3"],
 }
 """Module: what pip is asked for."""
+
+FROM_SOURCE = frozenset({"zipnn"})
+"""Those that are published as source only, small C extensions: a compiler builds them."""
 
 _DONE = "installed.json"
 _LIMIT_S = 180
@@ -48,7 +54,7 @@ def install() -> dict[str, str | None]:
     done: dict[str, str | None] = {module: reason for module, reason in _read().items() if reason is None and _stamp(module).exists()}
     for module, packages in PACKAGES.items():
         if module not in done:
-            done[module] = _pip(packages)
+            done[module] = _pip(packages, from_source=module in FROM_SOURCE)
             if done[module] is None:
                 _stamp(module).touch()
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -56,10 +62,10 @@ def install() -> dict[str, str | None]:
     return done
 
 
-def _pip(packages: list[str]) -> str | None:
+def _pip(packages: list[str], *, from_source: bool) -> str | None:
     FOLDER.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
-    command += ["--upgrade", "--target", str(FOLDER), *packages]
+    command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
+    command += [*([] if from_source else ["--only-binary", ":all:"]), "--upgrade", "--target", str(FOLDER), *packages]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
