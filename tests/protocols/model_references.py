@@ -148,11 +148,11 @@ def _evictor(s: State, rules: Rules) -> Steps:
             yield "evictor: finds no living referrer", s._replace(e=2)
         elif not rules.fate_first and not (rules.looks_at_shards and s.file):
             yield "evictor: finds no shards", s._replace(e=2)
-    elif s.e == 2:
-        if rules.fate_first and not (rules.looks_at_shards and s.ref and s.file):
+    elif s.e == 2 and rules.fate_first:
+        if not (rules.looks_at_shards and s.ref and s.file):
             yield "evictor: deletes", s._replace(e=3, shards=False)
-        elif not rules.fate_first and (not s.ref or not rules.looks_at_fate or not _not_final(s, rules)):
-            yield "evictor: deletes", s._replace(e=3, shards=False)
+    elif s.e == 2 and (not s.ref or not rules.looks_at_fate or not _not_final(s, rules)):
+        yield "evictor: deletes", s._replace(e=3, shards=False)
 
 
 def _ender(s: State, rules: Rules) -> Steps:

@@ -443,3 +443,22 @@ def test_a_reader_of_the_referrer_keeps_what_it_refers_to() -> None:
         assert world.left(one) == world.left(two) == []
 
     run(act())
+
+
+@pytest.mark.parametrize("payload", [True, False])
+def test_where_the_base_has_lost_its_log_for_good_the_referrer_is_written_anew(payload: bool) -> None:
+    async def act() -> None:
+        world = World()
+        one, two = await world.save(1), await world.save(2)
+        files = {path: data for path, data in world.storages["shared"].files.items() if path.startswith(f"{two.folder}/") and payload}
+        world.storages["shared"] = MemoryStorage("memory://shared", files)
+        lost = (f"{one.log_folder}/", f"{one.folder}/part-")  # with its parts it would be finished, and committed again
+        await world.far.delete([path for path in world.far.files if path.startswith(lost)])
+        assert (await recover(world.tiers, RUN, clock=world.clock)).ok
+        assert not world.far.refers_to(two.path(shard_name(0, 1)))
+        world.clock.advance(1000 * HOUR)
+        await world.collect()  # what is left of the first one is nobody's
+        assert world.left(one) == []
+        await world.load(two)
+
+    run(act())

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from tierstore.clock import Clock
 from tierstore.errors import ConflictError, IntegrityError, NotFoundError, StorageError, TierStoreError
 from tierstore.format.record import Record, encode_record
-from tierstore.names import Attempt
+from tierstore.names import Attempt, save_id_time
 from tierstore.tiers.catalog import CheckpointInfo, scan
 from tierstore.tiers.checkpoint import Reduced
 from tierstore.tiers.copies import Copied, copy_payload, record_replica
@@ -23,7 +23,6 @@ from tierstore.tiers.locks import RunLock, lock_path
 from tierstore.tiers.log import actor_name, new_nonce, parse_record
 from tierstore.tiers.promote import ReconcileReport, pending, reconcile
 from tierstore.tiers.quantised import told_by_document
-from tierstore.tiers.quarantine import quarantine
 from tierstore.tiers.recover_references import record_again
 from tierstore.tiers.tier import Tier, Tiers, ensure_tier
 from tierstore.tiers.view import AttemptView, further, observe, staging
@@ -95,7 +94,7 @@ async def recover(
         await tiers.authority.storage.children(run)  # an authority that does not answer has not lost its log
         catalog = await scan(tiers, run)
         # By age: what others refer to has its log again before those have theirs.
-        lost = sorted((c for c in catalog.checkpoints if c.authority_lost), key=lambda c: c.attempt.save_id)
+        lost = sorted((c for c in catalog.checkpoints if c.authority_lost), key=lambda c: save_id_time(c.attempt.save_id))
         reduced = [r for r in catalog.reduced.values() if r.authority_lost]
         rebuilt = [await _rebuild_reduced(context, found, dry_run=dry_run) for found in reduced]
         rebuilt += [await _rebuild(context, info, dry_run=dry_run) for info in lost]
@@ -141,11 +140,10 @@ async def _rebuild(context: CopyContext, info: CheckpointInfo, *, dry_run: bool)
             await copy_payload(context, view, tiers.authority)
         elif not info.usable:
             return replace(done, error="the authority had dropped its copy, and no tier that was reached has a complete one")
-        unsaid = await record_again(context, info, view)
+        if why := await record_again(context, info, view):
+            return replace(done, error=why)  # known from its copies, it is read on, and nothing is collected
         for record, data in reversed(list(zip(info.records, raw, strict=True))):  # the commit record last: until then it is still lost
             await tiers.authority.storage.create(info.attempt.record_path(record.seq), data)
-        for name, files in unsaid.items():
-            await quarantine(tiers, info.attempt, tiers.get(name), files, world_size=info.world_size, clock=context.clock)
         for tier in further(tiers):
             missing = tier.name not in info.replicated and tier.name not in info.dropped
             if info.replicas.get(tier.name) == "complete" and missing:

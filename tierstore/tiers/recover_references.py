@@ -2,7 +2,8 @@
 
 The copies of a log beside the replicas may lack the latest records, and so the latest references. A collector that did not know of those
 would take bytes away that a rebuilt checkpoint needs. So they are recorded before its log is there (until then nothing is collected); what
-can't be recorded, for the log of whom it refers to is lost for good, is written anew, so that it needs nobody.
+can't be recorded, for the log of whom it refers to is lost for good, is written anew, so that it needs nobody; where that fails, too, the
+log stays lost.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ __all__ = ["record_again"]
 log = logging.getLogger(__name__)
 
 
-async def record_again(context: CopyContext, info: CheckpointInfo, view: AttemptView) -> dict[str, dict[str, str]]:
+async def record_again(context: CopyContext, info: CheckpointInfo, view: AttemptView) -> str:
     """Records what a checkpoint's files refer to, on the authority and the tiers after it.
 
     Returns:
-        Tier → file → what it refers to without a record, and could not be written anew either: that copy must not count.
+        What could be neither recorded nor written anew: its log must not come back, or a collector would not know what it needs. Empty:
+        all is well.
 
     Raises:
         StorageError: A tier failed; the next try continues.
         IntegrityError: A log can't be read.
     """
     tiers = context.tiers
-    left: dict[str, dict[str, str]] = {}
     for tier in (tiers.authority, *further(tiers)):
         listed = (await tier.storage.children(info.attempt.folder)).files
         shards = [name for f in listed if _is_shard(name := f.path.rpartition("/")[2])]
@@ -47,13 +48,13 @@ async def record_again(context: CopyContext, info: CheckpointInfo, view: Attempt
                 unsaid[name] = why
         if not unsaid:
             continue
-        log.warning("tier=%s checkpoint=%s is written anew: %s", tier.name, info.attempt.folder, "; ".join(sorted(set(unsaid.values()))))
+        why = "; ".join(sorted(set(unsaid.values())))
+        log.warning("tier=%s checkpoint=%s is written anew: %s", tier.name, info.attempt.folder, why)
         try:
             await copy_payload(context, view, tier, anew=unsaid)
         except (IntegrityError, NotFoundError) as error:
-            log.warning("tier=%s checkpoint=%s could not be written anew: %s", tier.name, info.attempt.folder, error.message)
-            left[tier.name] = unsaid
-    return left
+            return f"on tier {tier.name!r} {why}, and it could not be written anew: {error.message}"
+    return ""
 
 
 async def _say(context: CopyContext, tier: Tier, attempt: Attempt, paths: Sequence[str]) -> str:

@@ -98,8 +98,7 @@ class References:
         if target.name in {tier.name for tier in staging(tiers)}:
             return ()  # its name stands for many disks, and no log says what lies on them
         try:
-            async with self._turns.setdefault(target.name, asyncio.Lock()):
-                return await self._unchanged(tiers, attempt, target, storage, file, block_nbytes, clock)
+            return await self._unchanged(tiers, attempt, target, storage, file, block_nbytes, clock)
         except TierStoreError as error:
             log.info("tier=%s checkpoint=%s file=%s is stored whole: %s", target.name, attempt.folder, file.name, error.message)
             return ()
@@ -107,10 +106,12 @@ class References:
     async def _unchanged(
         self, tiers: Tiers, attempt: Attempt, target: Tier, storage: WritesPacked, file: FileEntry, block_nbytes: int, clock: Clock
     ) -> tuple[Unchanged, ...]:
-        base = await self._base(tiers, attempt, target)
-        if base is None:
-            return ()
-        table = await self._table(tiers, base, target, file.name)
+        turn = self._turns.setdefault(target.name, asyncio.Lock())
+        async with turn:  # the files of a checkpoint come together, and all want the same
+            base = await self._base(tiers, attempt, target)
+            if base is None:
+                return ()
+            table = await self._table(tiers, base, target, file.name)
         if table.block_nbytes != block_nbytes:
             return ()
         matches = await asyncio.to_thread(match_blocks, file, table)
@@ -119,8 +120,11 @@ class References:
         found = await _resolved(storage, base, matches)
         allowed = []
         for owner, pieces in _worth_it(found, file.nbytes):
-            if owner.run == attempt.run and owner.save_id < attempt.save_id and await self._may_refer(tiers, owner, target, attempt, clock):
-                allowed += pieces
+            if owner.run != attempt.run or owner.save_id >= attempt.save_id:
+                continue
+            async with turn:
+                may = await self._may_refer(tiers, owner, target, attempt, clock)
+            allowed += pieces if may else []
         return tuple(sorted(allowed, key=lambda piece: piece.begin))
 
     async def _base(self, tiers: Tiers, attempt: Attempt, target: Tier) -> Attempt | None:

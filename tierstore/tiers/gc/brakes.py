@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from tierstore.errors import RefusedError, StorageError
 from tierstore.names import Attempt
 from tierstore.tiers.catalog import Catalog
+from tierstore.tiers.checkpoint import CheckpointInfo, Reduced
 from tierstore.tiers.gc.audit import known_before
 from tierstore.tiers.gc.familiar import at_last, is_familiar, make_familiar
 from tierstore.tiers.gc.housekeeping import Housekeeping, Situation
@@ -38,13 +39,14 @@ async def check_ground(h: Housekeeping, situation: Situation) -> None:
             f"tier {authority.name!r}, whose logs decide, can't be reached: {catalog.unreachable[authority.name].message}",
             "bring it back; what is due is collected then",
         )
-    if lost := [info.attempt for info in catalog.checkpoints if info.authority_lost]:
+    known: list[CheckpointInfo | Reduced] = [*catalog.checkpoints, *catalog.reduced.values()]
+    if lost := [item.attempt for item in known if item.authority_lost]:
         raise _refused(
             h,
             f"tier {authority.name!r} has lost the logs of {_steps(lost)}, which replicas still have",
             "is the right place mounted? else `tierstore recover` rebuilds lost logs",
         )
-    if damaged := [*(i.attempt for i in catalog.checkpoints if i.damaged), *(a.attempt for a in catalog.incomplete if a.unreadable)]:
+    if damaged := [*(i.attempt for i in known if i.damaged), *(a.attempt for a in catalog.incomplete if a.unreadable)]:
         raise _refused(
             h,
             f"the logs of {_steps(damaged)} can't be read",

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from tierstore.errors import NotFoundError
 from tierstore.format.record import Record
 from tierstore.names import Attempt
-from tierstore.tiers.checkpoint import IncompleteAttempt, parse_file_name
+from tierstore.tiers.checkpoint import IncompleteAttempt
 from tierstore.tiers.gc.housekeeping import Housekeeping, Situation
 from tierstore.tiers.gc.orphans import condemn, why_it_stays
 from tierstore.tiers.referrers import fold_references
@@ -63,8 +63,7 @@ async def living_on(
 
     async def has_shards(referrer: Attempt) -> bool:
         listed = await storage.list(referrer.folder)
-        found = (parse_file_name(info.path.rpartition("/")[2]) for info in listed)
-        return any(parsed is not None and parsed[0] == "shard" for parsed in found)
+        return any(info.path.rpartition("/")[2].startswith("shard-") for info in listed)  # whatever form it has
 
     asked = list(referrers)
     there = await together(has_shards, asked, at_once=_AT_ONCE)
