@@ -12,7 +12,7 @@ from tierstore.cli.demo_model import read_corpus
 def measured() -> dict[str, dict[str, float]]:
     tables = bench_quantise.tables()
     with bench_quantise.sized({"LAYERS": 1, "PAIRS": 1024, "WIDTH": 64, "HEADS": 2}):
-        bench_quantise.run(read_corpus(1 << 16), 0, 6, 4, tables)
+        bench_quantise.run(read_corpus(1 << 16), 0, 4, 2, tables)
     return {key: {row.name: row.median for row in table.measured()} for key, table in tables.items()}
 
 

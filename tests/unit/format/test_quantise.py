@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.errors import FormatError
@@ -74,7 +74,6 @@ runs = st.tuples(
 
 @pytest.mark.parametrize("scheme", BOTH)
 @given(run=runs)
-@settings(max_examples=150, deadline=None)
 def test_first_moments_are_within_the_promised_error_and_never_larger_by_more_and_stay_as_they_are(scheme: Name, run: Any) -> None:
     seed, count, octaves, zeros, columns, where = run
     facts = SCHEMES[scheme]
@@ -97,7 +96,6 @@ def test_first_moments_are_within_the_promised_error_and_never_larger_by_more_an
 
 @pytest.mark.parametrize("scheme", BOTH)
 @given(run=runs)
-@settings(max_examples=150, deadline=None)
 def test_second_moments_are_never_smaller_and_within_the_promised_error_and_stay_as_they_are(scheme: Name, run: Any) -> None:
     seed, count, octaves, zeros, columns, where = run
     facts = SCHEMES[scheme]
@@ -173,7 +171,6 @@ def test_a_negative_second_moment_is_not_quantised_and_a_negative_zero_is_zero(s
     st.floats(0, 0.999),
     st.sampled_from([32, 64, 128]),
 )
-@settings(max_examples=300, deadline=None)
 def test_groups_put_every_number_in_its_place_and_back(count: int, columns: int, where: float, size: int) -> None:
     groups = groups_of(count, columns, int(where * columns), size)
     values = np.arange(1, count + 1)
@@ -216,7 +213,6 @@ def test_every_place_has_a_number_of_its_own_and_the_tables_are_the_same_everywh
 @pytest.mark.parametrize("scheme", BOTH)
 @pytest.mark.parametrize("kind", ["first", "second"])
 @given(raw=st.binary(min_size=0, max_size=400), count=st.integers(0, 300))
-@settings(max_examples=200, deadline=None)
 def test_foreign_bytes_become_numbers_or_a_format_error(scheme: Name, kind: Kind, raw: bytes, count: int) -> None:
     q = how(scheme, kind, 50, 7)
     exact = (raw * 200)[: encoded_nbytes(count, q)]
