@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 from collections.abc import Iterator
 from typing import Any
 
+import botocore.loaders
 import hypothesis
 import pytest
 import tenacity
@@ -102,6 +104,14 @@ def cheap_fsync(pytestconfig: pytest.Config) -> Iterator[None]:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: os.fstat(fd if isinstance(fd, int) else fd.fileno()) and None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shared_descriptions() -> Iterator[None]:
+    """botocore's descriptions of S3 are read once a process, not once a storage: hundreds of tests open one, for 0.2 s of CPU each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("botocore.session.create_loader", functools.cache(botocore.loaders.create_loader))
         yield
 
 
