@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers_kit import SteppedClock
 
 import tierstore
 from tierstore.clock import Clock
@@ -15,6 +16,12 @@ from tierstore.config import load_config
 from tierstore.storage.contract import Storage
 from tierstore.storage.posix import PosixStorage
 from tierstore.testing.bucket import Bucket
+from tierstore.tiers.gc.collect import collect
+from tierstore.tiers.gc.housekeeping import Housekeeping
+from tierstore.tiers.gc.prune import prune
+from tierstore.tiers.gc.reports import Freed
+from tierstore.tiers.lease_watch import LeaseWatch
+from tierstore.tiers.record_cache import RecordCache
 from tierstore.tiers.session import Session
 
 ROWS, COLUMNS = 512, 384
@@ -69,6 +76,25 @@ class Place:
         with self.open(config) as store:
             for step in steps:
                 store.save(step, adam_state(step), **how).wait("far", timeout=60)
+
+    def take(self, other: Place) -> None:
+        """Holds from now on what the tiers of `other` hold."""
+        shutil.copytree(other.root, self.root, dirs_exist_ok=True)
+        for uri, bucket in other.buckets.items():
+            mine = self._make(uri)
+            assert isinstance(mine, Bucket)
+            for name, data in bucket._files.items():
+                mine._set(name, data)
+
+    def free(self, config: dict[str, Any], clock: SteppedClock) -> tuple[Freed, ...]:
+        """Lets all but the newest checkpoint expire and go, with nobody else at work; returns what was freed."""
+        policy = {"keep": [{"last": 1}], "gc": {"undelete_window": "1h"}}
+        with self.session({**config, "retention": policy}, clock) as session:
+            policy_of = session.config.retention_for("r")
+            h = Housekeeping(tiers=session.tiers, run="r", policy=policy_of, clock=clock, cache=RecordCache(), leases=LeaseWatch(clock))
+            session.run(prune(h))
+            clock.advance(90_000)
+            return session.run(collect(h, now=True)).freed
 
     def lose_exact_shards(self) -> None:
         """The shards of all checkpoints on the folders; their documents and logs stay."""

@@ -50,6 +50,21 @@ def config(place: Place) -> dict[str, Any]:
     return place.config(codec="zstd", quantise="q8")
 
 
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """One checkpoint with a quantised copy, made once."""
+    with pytest.MonkeyPatch.context() as patch:
+        place = Place(tmp_path_factory.mktemp("template"), patch)
+        place.save(place.config(codec="zstd", quantise="q8"), 1)
+    return place
+
+
+@pytest.fixture
+def saved(place: Place, template: Place) -> None:
+    """The tiers of the test hold that checkpoint."""
+    place.take(template)
+
+
 def info_of(session: Session, step: int = 1) -> CheckpointInfo:
     found = session.run(scan(session.tiers, "r")).find(step)
     assert found is not None
@@ -78,8 +93,8 @@ def is_near(state: dict[str, Any], wanted: dict[str, Any], *, step_error: float)
 # ---- made
 
 
+@pytest.mark.usefixtures("saved")
 def test_a_quantised_copy_is_recorded_as_one_and_proved_from_the_record_down(place: Place, config: dict[str, Any]) -> None:
-    place.save(config, 1)
     with place.session(config, create=False) as session:
         info = info_of(session)
         assert info.replicas == {"node": "complete", "shared": "complete", "far": "quantised"}
@@ -100,8 +115,8 @@ def test_a_quantised_copy_is_recorded_as_one_and_proved_from_the_record_down(pla
         assert [record["data"]["quantised"]["digest"] for record in beside if record["kind"] == "replicated"] == [told["digest"]]
 
 
+@pytest.mark.usefixtures("saved")
 def test_a_quantised_copy_is_made_once(place: Place, config: dict[str, Any]) -> None:
-    place.save(config, 1)
     before = dict(place.bucket._files)
     with place.session(config) as session:
         assert session.run(promote(session.tiers, info_of(session).attempt, "far", clock=session.clock)).done
@@ -137,8 +152,8 @@ def test_what_is_excluded_stays_exact(place: Place) -> None:
 # ---- read
 
 
+@pytest.mark.usefixtures("saved")
 def test_exact_copies_are_read_first_and_nothing_is_said(place: Place, config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    place.save(config, 1)
     for path in (place.root / "node").rglob("shard-*"):
         path.unlink()
     with place.open(config) as store:
@@ -146,10 +161,10 @@ def test_exact_copies_are_read_first_and_nothing_is_said(place: Place, config: d
     assert WARNING not in caplog.text
 
 
+@pytest.mark.usefixtures("saved")
 def test_a_quantised_copy_is_read_where_no_exact_one_is_left_and_says_so_once(
     place: Place, config: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    place.save(config, 1)
     place.lose_exact_shards()
     with place.open(config) as store:
         resumed = store.resume()
@@ -190,8 +205,8 @@ def test_digests_over_blocks_of_another_size_prove_what_is_exact(place: Place, b
 
 
 @pytest.mark.parametrize("damage", ["frame", "footer", "document", "no document"])
+@pytest.mark.usefixtures("saved")
 def test_what_does_not_prove_is_not_read(place: Place, config: dict[str, Any], damage: str) -> None:
-    place.save(config, 1)
     place.lose_exact_shards()
     shard, document = place.names("shard-")[0], place.names("quantised.json")[0]
     if damage == "frame":
@@ -209,8 +224,8 @@ def test_what_does_not_prove_is_not_read(place: Place, config: dict[str, Any], d
 # ---- counts nowhere, and is no source
 
 
+@pytest.mark.usefixtures("saved")
 def test_a_quantised_copy_counts_nowhere(place: Place, config: dict[str, Any]) -> None:
-    place.save(config, 1)
     with place.session(config) as session:
         info = info_of(session)
         facts = fold(session.run(read_log(session.tiers.authority.storage, info.attempt)))
@@ -224,8 +239,8 @@ def test_a_quantised_copy_counts_nowhere(place: Place, config: dict[str, Any]) -
         store.retention.evict(1, "shared")
 
 
+@pytest.mark.usefixtures("saved")
 def test_nothing_is_copied_or_mended_from_a_quantised_copy(place: Place, config: dict[str, Any]) -> None:
-    place.save(config, 1)
     place.lose_exact_shards()
     shutil.rmtree(place.root / "node")
     with place.session(config) as session:
@@ -244,10 +259,10 @@ def test_nothing_is_copied_or_mended_from_a_quantised_copy(place: Place, config:
 
 
 @pytest.mark.parametrize(("damage", "code"), [("frame", "V103"), ("exact frame", "V103"), ("footer", "V103"), ("no document", "V124")])
+@pytest.mark.usefixtures("saved")
 def test_damage_in_a_quantised_copy_is_found_and_mended_from_an_exact_one(
     place: Place, config: dict[str, Any], damage: str, code: str
 ) -> None:
-    place.save(config, 1)
     shard, document = place.names("shard-")[0], place.names("quantised.json")[0]
     good = place.bucket._files[shard], place.bucket._files[document]
     with place.session(config) as session:
@@ -270,8 +285,8 @@ def test_damage_in_a_quantised_copy_is_found_and_mended_from_an_exact_one(
         assert is_near(store.load(), adam_state(1), step_error=0.05)
 
 
+@pytest.mark.usefixtures("saved")
 def test_a_damaged_quantised_copy_stays_as_it_is_where_no_exact_one_is_left(place: Place, config: dict[str, Any]) -> None:
-    place.save(config, 1)
     place.lose_exact_shards()
     shard = place.names("shard-")[0]
     place.flip(shard, int(0.9 * len(place.bucket._files[shard])))
@@ -285,10 +300,10 @@ def test_a_damaged_quantised_copy_stays_as_it_is_where_no_exact_one_is_left(plac
 # ---- exact after all
 
 
+@pytest.mark.usefixtures("saved")
 def test_what_was_resumed_from_a_quantised_copy_is_stored_exact(
     place: Place, config: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    place.save(config, 1)
     place.lose_exact_shards()
     caplog.set_level(logging.INFO, "tierstore.tiers.copies")
     with place.open(config) as store:
@@ -322,8 +337,8 @@ def test_more_generations_are_quantised_where_the_tier_says_so(place: Place) -> 
             assert (info.quantised_on("far") or {"generation": None})["generation"] == (2 if state == "quantised" else None)
 
 
+@pytest.mark.usefixtures("saved")
 def test_a_training_that_read_exact_copies_has_no_generation(place: Place, config: dict[str, Any]) -> None:
-    place.save(config, 1)
     place.save(config, 2)
     with place.open(config) as store:
         resumed = store.resume()
@@ -333,8 +348,8 @@ def test_a_training_that_read_exact_copies_has_no_generation(place: Place, confi
         assert info_of(session, 3).replicas["far"] == "quantised"
 
 
+@pytest.mark.usefixtures("saved")
 def test_an_exact_copy_can_be_asked_for_in_the_place_of_a_quantised_one(place: Place, config: dict[str, Any]) -> None:
-    place.save(config, 1)
     with place.session(config) as session:
         context, info = CopyContext.make(session.tiers, session.clock), info_of(session)
 
@@ -430,8 +445,8 @@ def test_a_quantised_copy_alone_is_loaded_and_recover_takes_it_for_no_authoritys
         assert info_of(session).quarantined == frozenset()
 
 
+@pytest.mark.usefixtures("saved")
 def test_a_quantised_copy_whose_record_is_lost_with_the_log_is_known_by_what_lies_beside_it(place: Place, config: dict[str, Any]) -> None:
-    place.save(config, 1)
     for name in place.names("000001.json"):
         place.remove(name)
     place.lose_near()
@@ -447,14 +462,11 @@ def test_a_quantised_copy_whose_record_is_lost_with_the_log_is_known_by_what_lie
 
 def test_a_quantised_copy_goes_with_what_proves_it(place: Place, config: dict[str, Any]) -> None:
     clock = SteppedClock()
-    config = {**config, "retention": {"keep": [{"last": 1}], "gc": {"undelete_window": "1h"}}}
     with place.open(config, clock) as store:
         for step in (1, 2):
             store.save(step, adam_state(step)).wait("far", timeout=60)
             clock.advance(7200)
-        store.retention.prune()
-        clock.advance(90_000)
-        store.retention.collect(now=True)
+    place.free(config, clock)
     assert [name for name in place.bucket._files if "step-0000000001" in name] == []
     assert len(place.names("quantised.json")) == 1
 
