@@ -227,7 +227,7 @@ def foreign_files(draw: st.DrawFn) -> bytes:
     return whole[: draw(st.sampled_from((len(whole), len(whole), len(whole) // 2, 0)))]
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(foreign_files(), st.sampled_from((PLAIN, Packing(), MASTERS)), st.data())
 def test_whatever_file_is_read_as_it_was(data: bytes, packing: Packing, more: st.DataObject) -> None:
     async def body() -> None:
