@@ -70,6 +70,11 @@ class StoredNames:
             weakref.WeakKeyDictionary()
         )
 
+    def _be_here(self) -> None:
+        """After a fork nothing of the parent's is used: a thread of its may have held the lock."""
+        if self._pid != os.getpid():
+            self._reset()
+
     def shown(self, files: Iterable[FileInfo], folder: str, *, deep: bool = False) -> list[FileInfo]:
         """A listing with raw paths and lengths, and one entry for each shard; remembers the forms.
 
@@ -89,6 +94,7 @@ class StoredNames:
             some.sort(key=_best_first)
             self.note(raw, [form for form, _ in some])
             found.append(shown_as(raw, *some[0]))
+        self._be_here()
         with self._lock:
             self._listed[folder] = deep or self._listed.pop(folder, False)
             if len(self._listed) > _LISTED:
@@ -107,8 +113,7 @@ class StoredNames:
 
     def note(self, path: str, forms: Sequence[Form]) -> None:
         """Remembers all forms of a shard, the one that counts first; none: forgets it."""
-        if self._pid != os.getpid():
-            self._reset()
+        self._be_here()
         with self._lock:
             self._forms.pop(path, None)
             if forms:
@@ -118,8 +123,7 @@ class StoredNames:
 
     def known(self, path: str) -> tuple[Form, ...]:
         """What is remembered."""
-        if self._pid != os.getpid():
-            self._reset()
+        self._be_here()
         with self._lock:
             return self._forms.get(path, ())
 

@@ -22,7 +22,7 @@ from tierstore.format.quantise import UpdateError
 from tierstore.storage._threads import DaemonPool
 from tierstore.storage.contract import PackHints, Source
 from tierstore.storage.packing_blocks import BlockEncoder, EncodedBlock, join_runs
-from tierstore.storage.packing_extras import Extra, Extras
+from tierstore.storage.packing_extras import Extra, Extras, Samples
 from tierstore.storage.packing_masters import Master, find_masters
 from tierstore.storage.packing_moments import Moments, merged
 from tierstore.storage.packing_rules import Packing
@@ -129,6 +129,7 @@ class EncodedSource:
         await end_all(groups)
         while self._busy:
             await asyncio.wait([asyncio.wrap_future(one) for one in self._busy])
+        await self._extras.forget()
         self._held.clear()
         self._known = ()
 
@@ -207,8 +208,9 @@ class EncodedSource:
         masters: dict[str, Master] = {}
         if self._packing.master_once:
             copied = [s.name for s in stretches if any(one.begin <= s.begin and s.end <= one.end for one in hints.unchanged)]
-            found = await find_masters(stretches, self._extras, [*self._moments.names, *copied])
+            found = await find_masters(stretches, Samples(self._extras), [*self._moments.names, *copied])
             masters.update(found)
+            await self._extras.forget()
         return BlockEncoder(
             self._raw_nbytes,
             stretches,
@@ -254,7 +256,8 @@ class EncodedSource:
         """One pull, encoded."""
         begin, end = number * self._pull, min((number + 1) * self._pull, self._raw_nbytes)
         async with self._order:  # what one needs is read before the next one asks for anything: of rationed memory nobody has too much
-            extras = [await self._extras.read(*needed, self._known) for needed in blocks.needs(begin, end, given_up)]
+            wanted = self._extras.widened(blocks.needs(begin, end, given_up))
+            extras = [await self._extras.read(*needed, self._known) for needed in wanted]
             self._known = tuple(extras)
             pull = asyncio.ensure_future(self._pulled(number))
             await asyncio.sleep(0)
@@ -329,7 +332,7 @@ class EncodedSource:
             for run in self._made.runs[bisect_right(self._made.runs, begin, key=lambda run: run.end) :]
             if run.begin < end
         ]
-        extras = [await self._extras.read(*needed) for needed in blocks.needs(begin, end, blocks.masters)]
+        extras = [await self._extras.read(*needed) for needed in self._extras.widened(blocks.needs(begin, end, blocks.masters))]
         block = (await self._extras.read(begin, end)).part(begin, end)
         made: list[EncodedBlock] = await self._in_threads(lambda _: EncodedBlock(frame=blocks.encode_again(number, block, runs, extras)), 1)
         return made[0].frame

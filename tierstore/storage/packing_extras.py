@@ -15,8 +15,13 @@ from tierstore.errors import IntegrityError
 from tierstore.format.digest import BLOCK_NBYTES
 from tierstore.storage.contract import InBlocks, InMemory, Source
 from tierstore.storage.sources import bare_of
+from tierstore.storage.tasks import end_all
 
-__all__ = ["Extra", "Extras", "ReadsExtras", "covering"]
+__all__ = ["Extra", "Extras", "ReadsExtras", "Samples", "covering"]
+
+
+_SAMPLES = 16
+"""Places from which samples are kept, of 1 MiB in most cases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class ReadsExtras(Protocol):
     """Reads parts of a file, for whoever samples it."""
 
     async def read(self, begin: int, end: int) -> Extra:
-        """The bytes ``[begin, end)``, and maybe some around them."""
+        """The bytes ``[begin, end)``, which are few, and maybe some around them."""
 
 
 class Extras:
@@ -56,6 +61,35 @@ class Extras:
         self._bare = bare_of(source) if isinstance(source, InMemory) else None
         self.unit = math.lcm(BLOCK_NBYTES, source.block_nbytes if isinstance(source, InBlocks) else 1)
         """Ranges are widened to multiples of so many bytes."""
+        self._samples: dict[tuple[int, int], asyncio.Task[Extra]] = {}
+
+    def widened(self, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """What has to be read for `ranges`, each byte once."""
+        found: list[tuple[int, int]] = []
+        for begin, end in sorted((begin // self.unit * self.unit, -(-end // self.unit) * self.unit) for begin, end in ranges):
+            end = min(end, self._source.nbytes)
+            if found and begin <= found[-1][1]:
+                found[-1] = found[-1][0], max(found[-1][1], end)
+            else:
+                found.append((begin, end))
+        return found
+
+    async def sample(self, begin: int, end: int) -> Extra:
+        """As `read`, of a few bytes: many samples lie side by side, so that what was read last is kept."""
+        ((first, last),) = self.widened([(begin, end)])
+        task = self._samples.pop((first, last), None)
+        if task is None:
+            task = asyncio.ensure_future(self.read(first, last))
+            if len(self._samples) >= _SAMPLES:
+                await end_all([self._samples.pop(next(iter(self._samples)))])
+        self._samples[first, last] = task
+        await asyncio.wait([task])
+        return task.result()
+
+    async def forget(self) -> None:
+        """Lets go of samples."""
+        samples, self._samples = list(self._samples.values()), {}
+        await end_all(samples)
 
     async def read(self, begin: int, end: int, known: Iterable[Extra] = ()) -> Extra:
         """The bytes ``[begin, end)``, and some around them.
@@ -64,8 +98,7 @@ class Extras:
             begin, end: In the file, in bytes.
             known: What was read before, from which is taken what it has.
         """
-        first = begin // self.unit * self.unit
-        last = min(-(-end // self.unit) * self.unit, self._source.nbytes)
+        ((first, last),) = self.widened([(begin, end)])
         if self._bare is not None:
             return Extra(first, self._bare(first, last - first))
         target = memoryview(mmap.mmap(-1, max(1, last - first)))[: last - first]
@@ -86,6 +119,16 @@ class Extras:
             del data
             at = upto
         return Extra(first, target)
+
+
+class Samples:
+    """Few bytes of a source at a time, at many places: `ReadsExtras`."""
+
+    def __init__(self, extras: Extras) -> None:
+        self._extras = extras
+
+    async def read(self, begin: int, end: int) -> Extra:
+        return await self._extras.sample(begin, end)
 
 
 def _copy(target: memoryview, data: memoryview) -> None:

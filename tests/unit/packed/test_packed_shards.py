@@ -386,6 +386,24 @@ def test_a_tensor_that_only_begins_like_its_master_is_given_up() -> None:
     run(body)
 
 
+def test_many_small_tensors_are_not_read_many_times_over() -> None:
+    data = training_shard(layers=60, rows=64, columns=200)
+
+    async def body() -> None:
+        bucket = CountingBucket()
+        storage = PackedStorage(bucket, Packing(codec="raw", master_once=True))
+        source = PatternSource(data)
+        await storage.write(SHARD, source)
+        assert sum(nbytes for _, nbytes in source.pulls) < 3 * len(data)
+        footer = facts_of(bucket.data(packed_name(SHARD, len(data))))
+        assert sum(run.end - run.begin for run in footer.runs) == 60 * 64 * 200 * 2
+        same = await storage.read(SHARD) == data
+        assert same
+        await storage.close()
+
+    run(body)
+
+
 def test_a_weight_and_its_master_read_together_fetch_the_master_once() -> None:
     data = training_shard(layers=1, rows=1000)
 
