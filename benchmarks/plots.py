@@ -47,8 +47,8 @@ PICTURES = [
         unit="percent of the raw bytes",
         suffix=" %",
     ),
-    Picture(name="codec-encode", key="codec.state.encode.1", title="Encoding AdamW's state, one thread"),
-    Picture(name="codec-decode", key="codec.state.decode.1", title="Decoding AdamW's state, one thread"),
+    Picture(name="codec-encode", key="codec.state.encode.1", title="Encoding AdamW's state, seconds of the processor"),
+    Picture(name="codec-decode", key="codec.state.decode.1", title="Decoding AdamW's state, seconds of the processor"),
     Picture(
         name="quantise-drift",
         key="quantise.drift",
