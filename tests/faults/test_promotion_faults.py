@@ -95,7 +95,7 @@ async def fault_and_finish(root: Path, plan: FaultPlan) -> None:
 
 @pytest.mark.parametrize("kind", ["error_before", "error_after", "short_read", "bit_flip", "no_space", "cancel", "hang"])
 def test_any_fault_at_any_operation_leaves_work_that_the_next_pass_finishes(tmp_path: Path, kind: FaultKind, long_run: bool) -> None:
-    for plan in sweep(kind, limit=300, step=1 if long_run else 4):
+    for plan in sweep(kind, limit=300, step=1 if long_run else 7):
         asyncio.run(fault_and_finish(tmp_path / str(plan.nth), plan))
 
 
