@@ -30,7 +30,7 @@ def test_the_suite_codec_measures_what_is_left_and_seconds_of_each_class(monkeyp
 
 def test_a_codec_that_gives_back_other_bytes_is_listed() -> None:
     liar = Codec(name=PLAIN, make=lambda data: (bytes, lambda frame, nbytes: bytes(nbytes)))
-    contest = bench_codec.Contest(Data(name="x", raw=b"abcd", itemsize=4))
+    contest = bench_codec.Contest(Data(name="x", raw=b"abcd", itemsize=4), 50.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench_codec, "CODECS", [liar])
         contest.run(1, {})
