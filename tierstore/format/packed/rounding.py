@@ -53,10 +53,12 @@ def _numbers(source: memoryview, target: memoryview) -> tuple[npt.NDArray[np.uin
 def _rounded(bits: npt.NDArray[np.uint32], kind: Literal["bfloat16", "float16"]) -> _Words:
     if kind == "float16":
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-            return bits.view(np.float32).astype(np.float16).view(np.uint16)
+            halves: _Words = bits.view(np.float32).astype(np.float16).view(np.uint16)
+        return halves
     last = bits >> np.uint32(16)
     last &= np.uint32(1)
     last += np.uint32(0x7FFF)
     last += bits  # modulo 2**32
     last >>= np.uint32(16)
-    return last.astype(np.uint16)
+    halves: _Words = last.astype(np.uint16)
+    return halves
