@@ -53,8 +53,7 @@ def _numbers(source: memoryview, target: memoryview) -> tuple[npt.NDArray[np.uin
 def _rounded(bits: npt.NDArray[np.uint32], kind: Literal["bfloat16", "float16"]) -> _Words:
     if kind == "float16":
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-            halves: _Words = bits.view(np.float32).astype(np.float16).view(np.uint16)
-        return halves
+            return np.asarray(bits.view(np.float32).astype(np.float16).view(np.uint16))
     last = bits >> np.uint32(16)
     last &= np.uint32(1)
     last += np.uint32(0x7FFF)
