@@ -251,7 +251,8 @@ class ReadsProved(Protocol):
             offset: Where in it, in bytes.
             buffer: Writable, contiguous bytes. After an error they are anything, and nobody writes into them.
             prove: Called as ``prove(at, piece)`` in the reading threads, several at once, for every byte once: `at` is the piece's place
-                in the file. The piece is the storage's own memory, and only lent. What it raises ends the read, and passes.
+                in the file; for all of them once more where the file turns out to have been written anew meanwhile. The piece is the
+                storage's own memory, and only lent. What it raises ends the read, and passes.
             unit: Pieces begin at `offset` plus a multiple of so many bytes, and are a multiple of it long, but for the last one.
         """
 

@@ -180,7 +180,8 @@ class PackedStorage:
         return await self._found(path, attempt)
 
     async def _found(self, path: str, attempt: Callable[[Form], Awaitable[T]]) -> T:
-        """Does `attempt` where the shard lies; once more where what was remembered of that is no longer so."""
+        """Does `attempt` where the shard lies; once more where what was remembered of that may no longer be so."""
+        looked_anew = False
         for left in range(_LOOKS - 1, -1, -1):
             form = await self._names.find(path)
             try:
@@ -189,27 +190,19 @@ class PackedStorage:
                 self._names.forget(path, form)
                 if not left:
                     raise
+            except IntegrityError:
+                if looked_anew or not left or not form.packed:
+                    raise
+                # Somebody may have written it, or a shard that it takes bytes from, anew: then frames lie elsewhere than they did.
+                looked_anew = True
+                self._forget_with_sources(path)
         raise AssertionError("the last round returns or raises")
 
     async def _unpacked(self, path: str, form: Form, offset: int, buffer: memoryview, prove: Prove | None, unit: int) -> None:
         if buffer.readonly or not buffer.c_contiguous:
             raise UsageError(f"can't read {path} into memory that is read-only or not contiguous", hint="pass a writable memoryview")
         unpacker = self._unpacking()
-        known = await unpacker.footers.of(form, path)
-        seen = _Seen(prove)
-        try:
-            await unpacker.read(path, known, offset, buffer, seen.prove if prove is not None else None, unit)
-        except IntegrityError:
-            if seen.refused or seen.any:
-                raise
-            # Somebody may have written the same shard anew: then frames lie elsewhere than they did.
-            stat = await self.inner.stat(form.path)
-            again = await unpacker.footers.read(form_of_packed(path, form.nbytes, stat.nbytes), path)
-            if again.digest == known.digest:
-                raise
-            unpacker.forget(form.path)
-            self._names.note(path, [again.form])
-            await unpacker.read(path, again, offset, buffer, prove, unit)
+        await unpacker.read(path, await unpacker.footers.of(form, path), offset, buffer, prove, unit)
 
     def _check_range(self, path: str, form: Form, offset: int, nbytes: int) -> None:
         if offset < 0:
@@ -417,6 +410,20 @@ class PackedStorage:
             for form in self._names.known(path):
                 self._unpacker.forget(form.path)
 
+    def _forget_with_sources(self, path: str) -> None:
+        """Forgets what is remembered of a shard, and of all that it takes bytes from: where they lie, and what is in them."""
+        left, seen = [path], {path}
+        while left:
+            one = left.pop()
+            for form in self._names.known(one):
+                if self._unpacker is not None:
+                    known = self._unpacker.footers.kept(form.path)
+                    sources = set(known.footer.files[1:] if known is not None else ()) - seen
+                    left += sources
+                    seen |= sources
+                    self._unpacker.forget(form.path)
+            self._names.note(one, ())
+
     async def origins(self, path: str, begin: int, end: int) -> Sequence[Unchanged]:
         """`contract.WritesPacked`."""
         known = await self._known(path)
@@ -441,21 +448,3 @@ class PackedStorage:
             return None
 
         return await self._found(path, attempt)
-
-
-class _Seen:
-    """Whether any byte was proved, and whether it was the proof that failed."""
-
-    def __init__(self, prove: Prove | None) -> None:
-        self._prove = prove
-        self.any = False
-        self.refused = False
-
-    def prove(self, at: int, piece: memoryview) -> None:
-        assert self._prove is not None
-        self.any = True
-        try:
-            self._prove(at, piece)
-        except BaseException:
-            self.refused = True
-            raise

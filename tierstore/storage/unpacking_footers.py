@@ -7,7 +7,7 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tierstore.errors import FormatError, IntegrityError, VersionError
@@ -145,11 +145,9 @@ class Footers:
             NotFoundError: It is not there.
             IntegrityError: It does not end with the footer of a packed file of this length.
         """
-        with self._lock:
-            known = self._kept.get(form.path)
-            if known is not None:
-                self._kept.move_to_end(form.path)
-                return known
+        known = self.kept(form.path)
+        if known is not None and form.stored_nbytes in (None, known.form.stored_nbytes):  # another length: another file by now
+            return known
         key = id(asyncio.get_running_loop()), form.path
         task = self._reading.get(key)
         if task is None or task.done():  # what is done is kept, or failed
@@ -165,10 +163,13 @@ class Footers:
         await asyncio.wait([task])  # the cancellation of one of several that wait is no reason to stop
         return task.result()
 
-    async def read(self, form: Form, path: str) -> Known:
-        """As `of`, never from memory."""
-        self.forget(form.path)
-        return await self._read(form, path)
+    def kept(self, stored: str) -> Known | None:
+        """What is remembered of the file under this name in the storage."""
+        with self._lock:
+            known = self._kept.get(stored)
+            if known is not None:
+                self._kept.move_to_end(stored)
+            return known
 
     def forget(self, stored: str) -> None:
         """The file under this name in the storage is not what it was."""
@@ -201,7 +202,7 @@ class Footers:
                 hint="run `tierstore verify --level full`; docs/guides/recovery.md shows how to put a good copy back",
                 file=path,
             ) from error
-        known = Known(form=form, footer=footer, digest=footer_digest(data), nbytes=nbytes)
+        known = Known(form=replace(form, stored_nbytes=stored), footer=footer, digest=footer_digest(data), nbytes=nbytes)
         with self._lock:
             before = self._kept.pop(form.path, None)
             self._kept[form.path] = known

@@ -670,6 +670,56 @@ def test_a_shard_that_another_process_packed_anew_is_read_on() -> None:
     run(body)
 
 
+@pytest.mark.parametrize("first", [Packing(), PLAIN])
+@pytest.mark.parametrize("then", [Packing(level=9, master_once=True), None])
+@pytest.mark.parametrize("what", [OTHER, SHARD])
+def test_a_reader_that_remembers_goes_on_when_a_shard_or_its_source_was_written_anew(
+    first: Packing, then: Packing | None, what: str
+) -> None:
+    data = training_shard()
+
+    async def body() -> None:
+        bucket = Bucket()
+        await written(bucket, data, first, OTHER)
+        await written(bucket, data, first, SHARD, unchanged(0, 2 * MIB))
+        reader, writer = PackedStorage(bucket, None), PackedStorage(bucket, then)
+        assert await reader.read(SHARD, 0, 10) == data[:10]
+        await writer.list()
+        await writer.write(what, BytesSource(data))
+        proved: dict[int, bytes] = {}
+
+        def prove(at: int, piece: memoryview) -> None:
+            if data[at : at + piece.nbytes] != piece:
+                raise IntegrityError("not what it was")
+            proved[at] = bytes(piece)
+
+        buffer = bytearray(len(data) - 10)
+        await reader.read_proved(SHARD, 10, memoryview(buffer), prove)
+        assert buffer == data[10:] == b"".join(piece for _, piece in sorted(proved.items()))
+        await writer.close()
+        await reader.close()
+
+    run(body)
+
+
+def test_what_a_packed_file_says_is_that_of_the_file_that_a_listing_showed() -> None:
+    data = training_shard()
+
+    async def body() -> None:
+        bucket = Bucket()
+        reader = PackedStorage(bucket, None)
+        quantising = Packing(quantise=QuantiseRule(scheme="q8"))
+        for packing, lossy in ((quantising, True), (Packing(), False)):
+            await written(bucket, data, packing)
+            await reader.children("run/step")
+            facts = await reader.packed_facts(SHARD)
+            assert facts is not None
+            assert bool(facts.lossy) is lossy
+        await reader.close()
+
+    run(body)
+
+
 def test_an_unpacking_reader_of_a_folder_gives_pieces(tmp_path: Path) -> None:
     data = training_shard()
 
