@@ -16,7 +16,7 @@ from tierstore.format.header import header_nbytes, parse_header
 from tierstore.format.index import FileEntry
 from tierstore.format.shard import shard_entries
 from tierstore.names import shard_name
-from tierstore.storage.contract import Source
+from tierstore.storage.contract import PackHints, Source
 from tierstore.storage.packed import PackedStorage, Packing, QuantiseRule
 from tierstore.storage.posix import PosixStorage
 from tierstore.storage.sources import BytesSource
@@ -79,7 +79,7 @@ def test_a_copy_gets_on_with_the_least_memory(tmp_path: Path, quantise: Quantise
         budget = ByteBudget(8 * MIB, patience_s=10**6)  # nobody is let through over it
         target = PackedStorage(bucket, Packing(master_once=True, quantise=quantise))
         source = VerifiedSource(near, ATTEMPT.path(NAME), entry_of(data), MIB, budget, lambda nbytes: None)
-        info = await asyncio.wait_for(target.write_on(ATTEMPT.path(NAME), source), 100)
+        info = await asyncio.wait_for(target.write_packed(ATTEMPT.path(NAME), source, PackHints()), 100)
         assert info.nbytes == len(data)
         assert budget.peak <= 8 * MIB
         if quantise is None:

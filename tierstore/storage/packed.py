@@ -53,6 +53,8 @@ PACKED_MARKER = ".packed"
 """The marker at a tier's root that says: packed files were written here."""
 
 _MARK = b"Some shards here are packed files: docs/design/format.md\n"
+_EXACT = PackHints(exact=True)
+"""Only who asks for it, by `write_packed`, and records what came of it, gets a file that is not what it was."""
 _LOOKS = 4
 """So often a shard that somebody replaces meanwhile is looked for anew."""
 _THREADS = 2
@@ -268,11 +270,11 @@ class PackedStorage:
     # Writing
 
     async def write(self, path: str, source: Source) -> FileInfo:
-        return await self._write(path, source, PackHints(), self.inner.write)
+        return await self._write(path, source, _EXACT, self.inner.write)
 
     async def write_on(self, path: str, source: Source) -> FileInfo:
         """`contract.WritesOn`, as far as the inner storage goes on with anything."""
-        return await self._write(path, source, PackHints(), self._going_on())
+        return await self._write(path, source, _EXACT, self._going_on())
 
     async def write_packed(self, path: str, source: Source, hints: PackHints) -> FileInfo:
         """`contract.WritesPacked`."""

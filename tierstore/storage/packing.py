@@ -127,8 +127,8 @@ class EncodedSource:
     async def _close(self) -> None:
         groups, self._groups = list(self._groups), deque()
         await end_all(groups)
-        while self._busy:
-            await asyncio.wait([asyncio.wrap_future(one) for one in self._busy])
+        while busy := list(self._busy):  # in one step: threads take out of it what has ended
+            await asyncio.gather(*map(asyncio.wrap_future, busy), return_exceptions=True)
         await self._extras.forget()
         self._held.clear()
         self._known = ()

@@ -80,9 +80,9 @@ class Extras:
         task = self._samples.pop((first, last), None)
         if task is None:
             task = asyncio.ensure_future(self.read(first, last))
-            if len(self._samples) >= _SAMPLES:
-                await end_all([self._samples.pop(next(iter(self._samples)))])
-        self._samples[first, last] = task
+        self._samples[first, last] = task  # before anything is waited for: `forget` ends it
+        while len(self._samples) > _SAMPLES:
+            await end_all([self._samples.pop(next(iter(self._samples)))])
         await asyncio.wait([task])
         return task.result()
 

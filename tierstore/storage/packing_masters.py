@@ -93,7 +93,7 @@ class _Pool:
         return self._known.get((kind, sample))
 
     def _likely_first(self, name: str) -> Iterator[int]:
-        for ending in _endings(name):
+        for ending in _endings(name) if self._left else ():  # where all were looked at, thousands of names need not be gone through
             numbers = [number for number in self._by_ending.get(ending, ()) if number in self._left]
             # The master among moments of the same ending has an ordinary name: moments' names are known.
             yield from sorted(numbers, key=lambda number: ("exp_avg" in self._stretches[number].name, number))

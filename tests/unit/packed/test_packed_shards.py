@@ -546,6 +546,23 @@ def test_moments_are_quantised_and_everything_else_is_exact() -> None:
     run(body)
 
 
+@pytest.mark.parametrize("verb", ["write", "write_on", "put"])
+def test_who_knows_nothing_of_packing_never_writes_a_shard_that_is_not_exact(verb: str) -> None:
+    data = training_shard(rows=30)
+
+    async def body() -> None:
+        bucket = Bucket()
+        storage = PackedStorage(bucket, Q8)
+        await getattr(storage, verb)(SHARD, data if verb == "put" else BytesSource(data))
+        facts = await storage.packed_facts(SHARD)
+        assert facts is not None
+        assert not facts.lossy
+        assert await storage.read(SHARD) == data
+        await storage.close()
+
+    run(body)
+
+
 def test_the_writer_may_ask_for_exact_bytes_or_another_scheme() -> None:
     data = training_shard(kind="float16")
 
