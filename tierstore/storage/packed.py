@@ -23,6 +23,7 @@ from tierstore.storage.contract import (
     FileInfo,
     Growing,
     Listing,
+    MadeFrom,
     PacesWrites,
     PackedFacts,
     PackHints,
@@ -247,6 +248,10 @@ class PackedStorage:
                 is_packed = is_packable(reading.path) and (await self._names.find(reading.path)).packed
             except NotFoundError:
                 is_packed = False  # the inner storage says what is missing
+            except (TierStoreError, OSError) as error:
+                for begin, end in reading.ranges:
+                    reading.failed(begin, end, error)
+                continue
             (packed if is_packed else plain).append(reading)
         if plain:
             await inner.read_pieces(plain)
@@ -323,9 +328,7 @@ class PackedStorage:
     async def _became(self, path: str, form: Form, before: Sequence[Form]) -> None:
         """A form was published; those that there were before go."""
         outdated = await self._names.outdated(path, form, before)
-        if self._unpacker is not None:
-            for stored in (form.path, *outdated):
-                self._unpacker.forget(stored)
+        self._forget_files(form.path, *outdated)
         if outdated:
             await self.inner.delete(outdated)
 
@@ -362,8 +365,7 @@ class PackedStorage:
         async def attempt(form: Form) -> FileInfo:
             info = shown_as(path, form, await self.inner.stat(form.path))
             if form.packed and info.stored_nbytes != form.stored_nbytes:
-                if self._unpacker is not None:
-                    self._unpacker.forget(form.path)
+                self._forget_files(form.path)
                 self._names.note(path, [form_of_packed(path, form.nbytes, info.stored_nbytes)])
             return info
 
@@ -385,9 +387,7 @@ class PackedStorage:
         await self.inner.delete(list(stored | dict.fromkeys(form.path for form in forms)))
         for path in shards:
             self._names.note(path, ())
-        if self._unpacker is not None:
-            for form in forms:
-                self._unpacker.forget(form.path)
+        self._forget_files(*(form.path for form in forms))
 
     # Packed files
 
@@ -408,9 +408,13 @@ class PackedStorage:
 
     def forget(self, path: str) -> None:
         """Forgets what is remembered of a shard: who asks whether its bytes are good wants those that lie there now."""
-        if self._unpacker is not None:
-            for form in self._names.known(path):
-                self._unpacker.forget(form.path)
+        self._forget_files(*(form.path for form in self._names.known(path)))
+
+    def _forget_files(self, *stored: str) -> None:
+        unpacker = self._unpacker
+        if unpacker is not None and unpacker.pid == os.getpid():  # a parent's locks may be held for ever; what it knew is not used here
+            for one in stored:
+                unpacker.forget(one)
 
     def _forget_with_sources(self, path: str) -> None:
         """Forgets what is remembered of a shard, and of all that it takes bytes from: where they lie, and what is in them."""
@@ -418,12 +422,11 @@ class PackedStorage:
         while left:
             one = left.pop()
             for form in self._names.known(one):
-                if self._unpacker is not None:
-                    known = self._unpacker.footers.kept(form.path)
-                    sources = set(known.footer.files[1:] if known is not None else ()) - seen
-                    left += sources
-                    seen |= sources
-                    self._unpacker.forget(form.path)
+                known = self._unpacking().footers.kept(form.path)
+                sources = set(known.footer.files[1:] if known is not None else ()) - seen
+                left += sources
+                seen |= sources
+                self._forget_files(form.path)
             self._names.note(one, ())
 
     async def origins(self, path: str, begin: int, end: int) -> Sequence[Unchanged]:
@@ -436,6 +439,15 @@ class PackedStorage:
             for part in known.parts(begin, end)
             if part.file and part.kind == "copy"
         ]
+
+    async def made_from(self, path: str, ranges: Sequence[tuple[int, int]]) -> Sequence[Sequence[MadeFrom]]:
+        """`contract.MakesBytes`."""
+        if not is_packable(check_relative(path)):
+            return [()] * len(ranges)
+        known = await self._known(path)
+        if known is None or not known.footer.runs:
+            return [()] * len(ranges)
+        return [await self._unpacking().made_from(path, known, begin, end) for begin, end in ranges]
 
     async def _known(self, path: str) -> Known | None:
         """The packed file of a shard; None: it is a plain one, or no shard."""

@@ -15,8 +15,8 @@ from tierstore.errors import FormatError, IntegrityError, NotFoundError
 from tierstore.format.packed.frame import decode_frame
 from tierstore.format.packed.rounding import round_into
 from tierstore.storage._threads import DaemonPool
-from tierstore.storage.contract import Storage
-from tierstore.storage.packed_names import Form
+from tierstore.storage.contract import MadeFrom, Storage
+from tierstore.storage.packed_names import Form, is_packable
 from tierstore.storage.tasks import all_or_none, to_the_end
 from tierstore.storage.unpacking_cache import Blocks, Decoded, Flights, Key
 from tierstore.storage.unpacking_footers import Footers, Known, Part
@@ -31,6 +31,8 @@ _GAP_NBYTES = 128 << 10
 """Of stored bytes between frames that are read as well rather than asked for apart."""
 _DEEPEST = 8
 """So many runs that are made of runs are followed."""
+_FOLLOWED, _FOLLOWED_PARTS = 3, 64
+"""So deep, and of no range with more parts, runs are followed only to order reads."""
 _PLAIN_BLOCK_NBYTES = 1 << 20
 
 Prove = Callable[[int, memoryview], None]
@@ -88,6 +90,42 @@ class Unpacker:
                 await self._batch(path, known, begin, end, buffer[begin - offset : end - offset], 0, proofs)
 
         await all_or_none([one(begin, end) for begin, end in _batches(known, offset, offset + buffer.nbytes)])
+
+    async def made_from(self, path: str, known: Known, begin: int, end: int, depth: int = 1) -> list[MadeFrom]:
+        """What of ``[begin, end)`` of a raw shard is made from what: from stored bytes, as far as runs of runs are followed."""
+        parts = list(known.parts(begin, end))
+        if len(parts) > _FOLLOWED_PARTS:
+            depth = _FOLLOWED
+        found: list[MadeFrom] = []
+        for part in parts:
+            other = known.footer.files[part.file] if part.file else path
+            whole = MadeFrom(begin=part.begin, end=part.end, path=other, source=part.source, source_end=part.source_end)
+            found += await self._deeper(whole, known if other == path else None, depth) or [whole]
+        return found
+
+    async def _deeper(self, made: MadeFrom, known: Known | None, depth: int) -> list[MadeFrom]:
+        """Of what its sources are made, where they are themselves made from others."""
+        if depth >= _FOLLOWED:
+            return []
+        try:
+            if known is None:
+                form = await self._find(made.path)
+                if not form.packed:
+                    return []
+                known = await self.footers.of(form, made.path)
+        except (NotFoundError, IntegrityError):
+            return []  # who reads it says what is wrong
+        factor = 2 if made.source_end - made.source > made.end - made.begin else 1
+        found = await self.made_from(made.path, known, made.source, made.source_end, depth + 1)
+        low, high = made.begin, made.end
+        return [
+            replace(
+                one,
+                begin=min(high, low + (one.begin - made.source) // factor),
+                end=min(high, low + -(-(one.end - made.source) // factor)),
+            )
+            for one in found
+        ]
 
     def _here(self) -> _Here:
         loop = asyncio.get_running_loop()
@@ -171,6 +209,8 @@ class Unpacker:
         other, form = path, known.form
         if part.file:
             other = known.footer.files[part.file]
+            if not is_packable(other):
+                raise self._lost(path, part, other, "is no shard")
             try:
                 form = await self._find(other)
             except NotFoundError as error:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_kit import MIB, SHARD, rounded, run, shard_of_tensors, stored, training_shard
 
-from tierstore.errors import IntegrityError, NotFoundError
+from tierstore.errors import IntegrityError, NotFoundError, TemporaryError
 from tierstore.format.packed.footer import decode_footer, encode_footer, footer_nbytes
 from tierstore.format.packed.types import packed_name
 from tierstore.storage.contract import PackHints, Unchanged
@@ -482,6 +484,19 @@ def test_files_that_are_made_of_each_other_are_refused_in_time() -> None:
     run(body)
 
 
+def test_a_file_that_takes_bytes_from_what_is_no_shard_is_refused() -> None:
+    data = training_shard(layers=1, rows=400)
+
+    async def body() -> None:
+        bucket = Bucket()
+        await bucket.put("run/step/manifest.json", data)
+        await written(bucket, data, PLAIN, SHARD, unchanged(0, len(data), "run/step/manifest.json"))
+        with pytest.raises(IntegrityError, match=r"run/step/manifest\.json, which is no shard"):
+            await read(bucket)
+
+    run(body)
+
+
 def test_a_few_files_deep_is_not_too_deep() -> None:
     data = training_shard(layers=1, rows=400)
     paths = [f"run/{number}/shard-00000-of-00001.safetensors" for number in range(6)]
@@ -495,6 +510,37 @@ def test_a_few_files_deep_is_not_too_deep() -> None:
         assert same
 
     run(body)
+
+
+def test_a_forked_process_waits_for_no_lock_of_its_parent() -> None:
+    data = training_shard(layers=1, rows=60)
+
+    async def use(storage: PackedStorage) -> None:
+        await storage.stat(SHARD)
+        storage.forget(SHARD)
+        await storage.write(SHARD, BytesSource(data))
+        assert await storage.read(SHARD) == data
+        await storage.delete([SHARD])
+
+    async def body() -> PackedStorage:
+        bucket = Bucket()
+        await written(bucket, data)
+        storage = PackedStorage(bucket, MASTERS)
+        await storage.read(SHARD)
+        return storage
+
+    storage = run(body)
+    with storage._unpacking().footers._lock:  # as a thread that reads may hold it
+        child = os.fork()
+        if not child:
+            try:
+                signal.alarm(30)
+                asyncio.run(use(storage))
+                os._exit(0)
+            finally:
+                os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    run(storage.close)
 
 
 # Quantised
@@ -737,7 +783,7 @@ def test_what_a_packed_file_says_is_that_of_the_file_that_a_listing_showed() -> 
     run(body)
 
 
-def test_an_unpacking_reader_of_a_folder_gives_pieces(tmp_path: Path) -> None:
+def test_an_unpacking_reader_of_a_folder_gives_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = training_shard()
 
     class Wanted:
@@ -762,15 +808,25 @@ def test_an_unpacking_reader_of_a_folder_gives_pieces(tmp_path: Path) -> None:
         storage = PackedStorage(PosixStorage(tmp_path / "root", durable=False), MASTERS)
         await storage.write(SHARD, BytesSource(data))
         await storage.write(OTHER, BytesSource(data))
-        wanted, missing, plain = Wanted(), Wanted(), Wanted()
+        wanted, missing, plain, locked = Wanted(), Wanted(), Wanted(), Wanted()
+        locked.path = "run/locked/shard-00000-of-00001.safetensors"
+        find = storage._names.find
+
+        async def failing_find(path: str) -> Any:
+            if path == locked.path:
+                raise TemporaryError("the folder can't be listed", hint="")
+            return await find(path)
+
+        monkeypatch.setattr(storage._names, "find", failing_find)
         missing.path = "run/nowhere/shard-00000-of-00001.safetensors"
         plain.path = "document"
         await storage.put("document", data)
-        await storage.read_pieces([wanted, missing, plain])
+        await storage.read_pieces([locked, wanted, missing, plain])
         assert wanted.found == {begin: data[begin:end] for begin, end in wanted.ranges}
         assert b"".join(piece for _, piece in sorted(plain.found.items())) == data[:MIB] + data[2 * MIB : 3 * MIB]
         assert missing.failures
         assert all(isinstance(error, NotFoundError) for error in missing.failures)
+        assert [type(error) for error in locked.failures] == [TemporaryError] * 2
         await storage.close()
 
     run(body)
