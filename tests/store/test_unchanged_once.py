@@ -49,8 +49,9 @@ def test_each_checkpoint_costs_its_adapters_and_outlives_its_base(place: Place, 
         assert max(second, third) < 2 << 20  # the adapters, the block that they share with the last frozen weights, the first one's header
         store.retention.prune()
         clock.advance(7200)
-        report = store.retention.collect()
-        assert not report.failed
+        for _ in range(2):  # the store's own housekeeping may have decided the same a moment before
+            report = store.retention.collect()
+            assert not report.failed
         assert "kept for step" in " ".join(text for _, text in report.waiting)
         with pytest.raises(NotFoundError, match="it was deleted"):
             store.load(1)
@@ -75,7 +76,7 @@ def test_everything_goes_with_the_last_that_refers_to_it(place: Place) -> None:
             clock.advance(7200)
         store.retention.prune()
         clock.advance(7200)
-        for _ in range(2):
+        for _ in range(3):
             assert not store.retention.collect().failed
         assert not [name for name in place.bucket._files if "step-0000000001-" in name or "step-0000000002-" in name]
         assert_same_state(store.load(3), lora_state(3, base=7))
