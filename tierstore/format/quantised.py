@@ -84,7 +84,7 @@ class QuantisedCopy:
             scheme="+".join(schemes) or scheme,
             generation=generation,
             max_error=max(worst, default=math.nan),
-            mean_error=math.fsum(mean) / len(mean) if mean else math.nan,
+            mean_error=sum(mean) / len(mean) if mean else math.nan,  # infinite where that is too much, as footers may say anything
             files=ordered,
         )
 

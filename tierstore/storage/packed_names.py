@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from tierstore.errors import NotFoundError
 from tierstore.format.packed.types import packable, packed_name, parse_packed_name
 from tierstore.storage.contract import FileInfo, Storage
 
@@ -159,7 +160,8 @@ class StoredNames:
         if forms:
             return forms[0]
         _, form = _form_of(await self._inner.stat(path))  # it says what is missing, in its own words
-        assert form is not None
+        if form is None:  # a footer may name anything as what it takes bytes from
+            raise NotFoundError(f"{self._inner.uri}/{path} is no shard", hint="run `tierstore verify`", path=path)
         self.note(path, [form])
         return form
 
