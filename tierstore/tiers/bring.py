@@ -237,8 +237,9 @@ async def _again(context: CopyContext, attempt: Attempt, tier: Tier, *, exact: b
             await copy_records(authority, tier, attempt, view.records)
         if await _lost(tier, attempt, copied.files):
             continue
-        if tier.name in view.dropped:
-            await record_replica(context, view, tier, copied)
+        if tier.name in view.dropped and not await record_replica(context, view, tier, copied):
+            exact = True
+            continue
         facts = await _still_a_checkpoint(context, attempt)
         if tier.name in facts.replicated and not await _lost(tier, attempt, copied.files):
             return True

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tierstore.crashpoints import reach
-from tierstore.errors import IntegrityError, RefusedError, StorageError
+from tierstore.errors import ConflictError, IntegrityError, RefusedError, StorageError
 from tierstore.format.index import FileEntry, Index, decode_index
 from tierstore.format.manifest import FileRecord, Manifest, decode_manifest
 from tierstore.format.record import Record
@@ -21,7 +21,7 @@ from tierstore.tiers.copying import CopyContext, OnDamage, Proof, copy_document,
 from tierstore.tiers.log import append, files_told, taken_told
 from tierstore.tiers.log_copies import copy_beside, copy_records
 from tierstore.tiers.log_facts import fold
-from tierstore.tiers.quantised import look_at_shards, lossy_files, put_document, quantising
+from tierstore.tiers.quantised import are_lossy_now, look_at_shards, lossy_files, put_document, quantising
 from tierstore.tiers.quarantine import quarantine
 from tierstore.tiers.space import check_space
 from tierstore.tiers.tier import Tier
@@ -42,6 +42,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+_TRIES = 3
 _RANK = re.compile(r"(?:shard|part)-(\d{5})")
 
 
@@ -65,12 +66,26 @@ async def copy_checkpoint(context: CopyContext, view: AttemptView, target: Tier,
     """Copies a committed checkpoint as a whole (PROTOCOLS.md §5): payload, manifest, log; only `replicated` makes it count.
 
     `exact`: also where the tier quantises, and in the place of a quantised copy.
+
+    Raises:
+        ConflictError: Somebody with another configuration of the tier writes there at the same time, again and again.
     """
-    copied = await copy_payload(context, view, target, exact=exact, refer=True)
-    await _copy_log(context, view, target)
-    reach("promote.before-replicated")
-    await record_replica(context, view, target, copied)
-    reach("promote.after-replicated")
+    for _ in range(_TRIES):
+        copied = await copy_payload(context, view, target, exact=exact, refer=True)
+        await _copy_log(context, view, target)
+        reach("promote.before-replicated")
+        recorded = await record_replica(context, view, target, copied)
+        reach("promote.after-replicated")
+        if recorded:
+            return
+        exact = True  # what is exact is right whatever the log says
+    raise ConflictError(
+        f"step {view.attempt.step} of run {view.attempt.run!r}: its files on tier {target.name!r} are being replaced by another process",
+        hint="two processes have different `quantise` for this tier: give them one configuration",
+        run=view.attempt.run,
+        step=view.attempt.step,
+        tier=target.name,
+    )
 
 
 async def copy_payload(
@@ -135,8 +150,13 @@ async def copy_payload(
     return Copied(files=copied, quantised=quantised)
 
 
-async def record_replica(context: CopyContext, view: AttemptView, target: Tier, copied: Copied) -> None:
+async def record_replica(context: CopyContext, view: AttemptView, target: Tier, copied: Copied) -> bool:
     """Appends `replicated`, with what the target's server says of each file.
+
+    False: the bytes there are not what the log says, or would say; they are to be written anew, exact.
+
+    Another process may have copied the same checkpoint to the tier at the same time, and with another `quantise`: then each has
+    written over the other's shards. Whoever comes second to the log finds the other's record, and looks at what lies there now.
 
     The record of a quantised copy goes beside it at once: where the log is lost, it proves what is left.
     """
@@ -144,20 +164,34 @@ async def record_replica(context: CopyContext, view: AttemptView, target: Tier, 
     if copied.quantised is not None:
         told["quantised"] = copied.quantised
     exact = copied.quantised is None
-    try:
-        record = await append(
-            context.tiers.authority.storage,
-            view.attempt,
-            "replicated",
-            told,
-            clock=context.clock,
-            allow=lambda records: _still_wanted(records, target, since=len(view.records), exact=exact),
-        )
-    except RefusedError:  # another process recorded the same copy first, or the checkpoint has expired meanwhile
-        log.info("tier=%s checkpoint=%s is recorded, or no longer wanted", target.name, view.attempt.folder)
-        return
+    looked, other = False, False
+
+    def allow(records: Sequence[Record]) -> bool:
+        nonlocal other
+        wanted, quantised = _still_wanted(records, target, since=len(view.records), exact=exact), fold(records).quantised
+        replicated = target.name in fold(records).replicated
+        other = (target.name in quantised) if exact else (replicated and target.name not in quantised)
+        return wanted and (looked or not other)
+
+    while True:
+        try:
+            record = await append(context.tiers.authority.storage, view.attempt, "replicated", told, clock=context.clock, allow=allow)
+            break
+        except RefusedError:  # another process recorded a copy first, or the checkpoint has expired meanwhile
+            if other and not looked:
+                if await are_lossy_now(target, view.attempt):
+                    return False
+                looked = True
+                if exact:
+                    continue
+                await target.storage.delete([view.attempt.quantised_path])
+            log.info("tier=%s checkpoint=%s is recorded, or no longer wanted", target.name, view.attempt.folder)
+            return True
+    if looked:
+        await target.storage.delete([view.attempt.quantised_path])
     if not exact:
         await copy_beside(context.tiers.authority, target, view.attempt, record)
+    return True
 
 
 def _still_wanted(records: Sequence[Record], target: Tier, since: int, *, exact: bool) -> bool:

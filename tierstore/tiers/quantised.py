@@ -16,9 +16,11 @@ from tierstore.config_packing import Scheme
 from tierstore.errors import IntegrityError, NotFoundError
 from tierstore.format.digest import digest_of
 from tierstore.format.manifest import LOSSY_GENERATION, QUANTISE
+from tierstore.format.packed.types import packable, parse_packed_name
 from tierstore.format.quantised import QuantisedCopy, QuantisedFile, decode_quantised, encode_quantised
 from tierstore.names import QUANTISED, Attempt
 from tierstore.storage.contract import PackedFacts, PackHints, WritesPacked
+from tierstore.storage.packed import PackedStorage
 from tierstore.tiers.tier import Tier
 from tierstore.tiers.together import together
 
@@ -27,6 +29,7 @@ __all__ = [
     "QuantisedReader",
     "Quantising",
     "Shards",
+    "are_lossy_now",
     "generation_of",
     "known_scheme",
     "look_at_shards",
@@ -121,6 +124,23 @@ async def look_at_shards(tier: Tier, attempt: Attempt, names: Sequence[str]) -> 
 
     await together(one, names)
     return found
+
+
+async def are_lossy_now(tier: Tier, attempt: Attempt) -> bool:
+    """Whether any of a tier's shards is not exact, or has a damaged footer, by what lies there now, whatever is remembered of them.
+
+    A storage that was opened before the tier had packed files can't tell what such a one is: it may be not exact.
+
+    Raises:
+        StorageError: The tier can't be read.
+    """
+    names = [info.path.rpartition("/")[2] for info in (await tier.storage.children(attempt.folder)).files]
+    if not isinstance(tier.storage, PackedStorage):
+        return any(parse_packed_name(name) for name in names)
+    for name in names:
+        tier.storage.forget(attempt.path(name))
+    found = await look_at_shards(tier, attempt, [name for name in names if packable(name)])
+    return bool(found.lossy or found.damaged)
 
 
 async def lossy_files(tier: Tier, attempt: Attempt, names: Sequence[str]) -> dict[str, PackedFacts]:
