@@ -17,7 +17,7 @@ from tierstore.format.quantise import UpdateError, decode_moment, encode_moment,
 from tierstore.storage.packing_extras import Extra, covering
 from tierstore.storage.packing_rules import QuantiseRule
 
-__all__ = ["Measured", "Moments", "merged", "zero_mask"]
+__all__ = ["Measured", "Moments", "base_name", "is_quantised", "merged", "zero_mask"]
 
 _Floats = npt.NDArray[np.float32]
 
@@ -52,7 +52,7 @@ class Moments:
         self._scheme = _known(scheme or rule.scheme)
         by_name = {stretch.name: stretch for stretch in stretches if stretch.name}
         for name, stretch in by_name.items():
-            if _wanted(stretch, rule):
+            if is_quantised(stretch, rule):
                 self.names[name] = stretch
         for name, stretch in self.names.items():
             base, at, place = name.partition("@")
@@ -76,7 +76,7 @@ class Moments:
         if stretch.name not in self.names or piece.itemsize != 4:
             return None
         columns = stretch.shape[-1]
-        kind: Literal["first", "second"] = "second" if _base(stretch.name).endswith("_sq") else "first"
+        kind: Literal["first", "second"] = "second" if base_name(stretch.name).endswith("_sq") else "first"
         first = (begin + piece.begin - stretch.begin) // 4 % columns
         return Quantised(scheme=self._scheme, kind=kind, columns=columns, first_column=first)
 
@@ -140,7 +140,7 @@ class Moments:
         """What the footer says of the tensors that were quantised."""
         told: dict[str, Mapping[str, Any]] = {}
         for name, error in errors.items():
-            kind = "second" if _base(name).endswith("_sq") else "first"
+            kind = "second" if base_name(name).endswith("_sq") else "first"
             measured = {} if error is None else {"max_error": _finite(error.max), "mean_error": _finite(error.mean)}
             told[name] = {"scheme": self._scheme, "kind": kind, **measured}
         return told
@@ -166,15 +166,16 @@ def _known(scheme: str) -> Literal["q8", "q4"]:
     raise ValueError(f"there is no scheme {scheme!r}")
 
 
-def _base(name: str) -> str:
+def base_name(name: str) -> str:
     """Without the place of a further chunk of the same tensor (`format.shard`)."""
     return name.partition("@")[0]
 
 
-def _wanted(stretch: Stretch, rule: QuantiseRule) -> bool:
+def is_quantised(stretch: Stretch, rule: QuantiseRule) -> bool:
+    """Whether a tensor is one that the rule means; runs of it that can't be quantised stay exact all the same."""
     if stretch.dtype != "float32" or len(stretch.shape) < 2 or (stretch.end - stretch.begin) // 4 < rule.min_numel:
         return False
-    base = _base(stretch.name)
+    base = base_name(stretch.name)
     return any(fnmatchcase(base, one) for one in rule.include) and not any(fnmatchcase(base, one) for one in rule.exclude)
 
 

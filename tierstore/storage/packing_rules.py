@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tierstore.config_packing import MOMENTS
+
 __all__ = ["Packing", "QuantiseRule"]
 
 
@@ -20,7 +22,7 @@ class QuantiseRule:
     """
 
     scheme: Literal["q8", "q4"]
-    include: tuple[str, ...] = ("*exp_avg", "*exp_avg_sq", "*max_exp_avg_sq")
+    include: tuple[str, ...] = MOMENTS
     exclude: tuple[str, ...] = ()
     min_numel: int = 4096
 

@@ -6,21 +6,22 @@ import asyncio
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, Literal, cast
 
 import numpy as np
 
-from tierstore.format.index import FileEntry
+from tierstore.format.digest import block_count
 from tierstore.format.packed.frame import FrameEncoder
 from tierstore.format.packed.rounding import is_rounding
 from tierstore.format.packed.types import Piece, Quantised, Stretch
 from tierstore.storage.packing_extras import Extra
 from tierstore.storage.packing_masters import Master, find_masters
+from tierstore.storage.packing_moments import is_quantised
 from tierstore.storage.packing_rules import QuantiseRule
+from tierstore.tiers.matching import BlockTable, is_worth_it, match_blocks
 from tierstore.tiers.reads import Want
 from tierstore.tiers.replica import Replica
-from tierstore.tiers.usage_classes import ByteClass, TensorClass, base_name, candidates, classify, pattern_of
+from tierstore.tiers.usage_classes import ByteClass, TensorClass, candidates, classify, pattern_of
 
 __all__ = ["LOSSLESS", "OPTIONS", "Explained", "Measured", "Storing", "explain_usage", "stored_nbytes"]
 
@@ -32,16 +33,9 @@ _FEW_SPOTS, _MOST_SPOTS = 16, 256
 _LEAST = 4 << 20
 """Of each class at least so much is looked at, if it has as much."""
 _PER_PATTERN = 3
-_MOST_BLOCKS = 262_144
-"""Up to so many blocks of the checkpoint before are looked through for equal ones anywhere; of more, only for those at the same place."""
-_WORTH_NBYTES, _WORTH_SHARE = 4 << 20, 0.05
-"""What a file must have in common with an earlier one, in bytes or as a part of it, to be stored by reference."""
-_MIN_NUMEL = 4096
-"""Tensors with fewer elements are not quantised."""
 
 Scheme = Literal["q8", "q4"]
 _SCHEMES: tuple[Scheme, ...] = ("q8", "q4")
-_MOMENTS = QuantiseRule(scheme="q8").include
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,30 +287,17 @@ async def _unchanged(replica: Replica, before: Replica) -> dict[str, _Shared]:
     """By shard, what it shares with an earlier checkpoint, where that is worth a reference."""
     if replica.index.block_nbytes != before.index.block_nbytes:
         return {}
-    old = {name: await before.file_entry(name) for name in before.index.file_names}
-    everywhere = {one for entry in old.values() for one in _blocks(entry)} if _count(old.values()) <= _MOST_BLOCKS else None
+    table = BlockTable([await before.file_entry(name) for name in before.index.file_names], before.index.block_nbytes)
     found: dict[str, _Shared] = {}
     for name in replica.index.file_names:
         entry = await replica.file_entry(name)
-        same = list(_blocks(old[name])) if name in old else []
-        blocks = np.array(
-            [
-                digest in everywhere if everywhere is not None else at < len(same) and digest == same[at]
-                for at, digest in enumerate(_blocks(entry))
-            ],
-            dtype=bool,
-        )
-        if int(blocks.sum()) * replica.index.block_nbytes >= min(_WORTH_NBYTES, _WORTH_SHARE * entry.nbytes):
+        matches = await asyncio.to_thread(match_blocks, entry, table)
+        if is_worth_it(sum(match.end - match.begin for match in matches), entry.nbytes):
+            blocks = np.zeros(block_count(entry.nbytes, table.block_nbytes), dtype=bool)
+            for match in matches:
+                blocks[match.begin // table.block_nbytes : -(-match.end // table.block_nbytes)] = True
             found[name] = _Shared(blocks=blocks, before=np.concatenate([[0], np.cumsum(blocks)]))
     return found
-
-
-def _count(entries: Any) -> int:
-    return sum(len(entry.block_digests) // 32 for entry in entries)
-
-
-def _blocks(entry: FileEntry) -> Iterator[bytes]:
-    return (bytes(entry.block_digests[at : at + 32]) for at in range(0, len(entry.block_digests), 32))
 
 
 def _within(one: ByteClass, equal: Mapping[str, _Shared], block_nbytes: int) -> int:
@@ -409,9 +390,7 @@ async def _ratios(replica: Replica, one: ByteClass, spots: Sequence[_Spot], chan
 
 def _quantised(one: ByteClass, spot: _Spot, scheme: Scheme | None) -> Quantised | None:
     stretch = spot.stretch
-    if scheme is None or stretch.dtype != "float32" or not stretch.shape or math.prod(stretch.shape) < _MIN_NUMEL:
-        return None
-    if not any(fnmatchcase(base_name(stretch.name), pattern) for pattern in _MOMENTS):
+    if scheme is None or not is_quantised(stretch, QuantiseRule(scheme=scheme)):
         return None
     columns = stretch.shape[-1]
     return Quantised(

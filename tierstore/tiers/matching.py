@@ -11,11 +11,13 @@ import numpy.typing as npt
 from tierstore.format.digest import DIGEST_NBYTES
 from tierstore.format.index import FileEntry
 
-__all__ = ["MOST_BLOCKS", "BlockTable", "Match", "match_blocks"]
+__all__ = ["MOST_BLOCKS", "BlockTable", "Match", "is_worth_it", "match_blocks"]
 
 MOST_BLOCKS = 1 << 18
 """Of a checkpoint with more blocks only those at the same place of the same file are compared: 256 GiB in blocks of 1 MiB."""
 
+_LEAST_NBYTES = 4 << 20
+_LEAST_SHARE = 0.05
 _WORDS = DIGEST_NBYTES // 8
 
 
@@ -84,6 +86,11 @@ def match_blocks(file: FileEntry, base: BlockTable) -> list[Match]:
     if len(left):
         numbers[left] = base.find(wanted[left])
     return _joined(file, numbers, base, names, starts)
+
+
+def is_worth_it(nbytes: int, file_nbytes: int) -> bool:
+    """Whether a file of `file_nbytes` bytes is to refer to another one for `nbytes` of them: that keeps the other from going."""
+    return nbytes >= min(_LEAST_NBYTES, _LEAST_SHARE * file_nbytes)
 
 
 def _joined(

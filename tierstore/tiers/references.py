@@ -27,7 +27,7 @@ from tierstore.names import MANIFEST, Attempt, attempt_of_log_path, log_root
 from tierstore.storage.contract import Unchanged, WritesPacked
 from tierstore.tiers.log import append, read_log
 from tierstore.tiers.log_facts import fold
-from tierstore.tiers.matching import BlockTable, Match, match_blocks
+from tierstore.tiers.matching import BlockTable, Match, is_worth_it, match_blocks
 from tierstore.tiers.referrers import attempt_of
 from tierstore.tiers.tier import Tier, Tiers
 from tierstore.tiers.view import staging
@@ -44,8 +44,6 @@ MOST_REFERRERS = 200
 
 _MOST_TARGETS = 4
 """So many checkpoints one file refers to."""
-_LEAST_NBYTES = 4 << 20
-_LEAST_SHARE = 0.05
 _CANDIDATES = 8
 _KEPT_TABLES = 4
 _KEPT_NBYTES = 64 << 20
@@ -337,9 +335,8 @@ def _split(match: Match, path: str, origins: Sequence[Unchanged]) -> Iterator[Un
 def _worth_it(found: Mapping[Attempt, list[Unchanged]], nbytes: int) -> list[tuple[Attempt, list[Unchanged]]]:
     """Those that give most, if it is enough: each keeps its owner's shards from going, and costs a record."""
     given = {owner: sum(piece.end - piece.begin for piece in pieces) for owner, pieces in found.items()}
-    least = min(_LEAST_NBYTES, _LEAST_SHARE * nbytes)
     ordered = sorted(given, key=lambda owner: -given[owner])
-    return [(owner, found[owner]) for owner in ordered[:_MOST_TARGETS] if given[owner] >= least]
+    return [(owner, found[owner]) for owner in ordered[:_MOST_TARGETS] if is_worth_it(given[owner], nbytes)]
 
 
 def _keep(cache: OrderedDict[_K, _V], key: _K, value: _V) -> None:

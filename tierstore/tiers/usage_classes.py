@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from tierstore.format.dtypes import DTYPES
 from tierstore.format.index import RoutingIndex, TensorEntry
+from tierstore.format.packed.layout import numbers_of
 from tierstore.format.packed.types import Stretch
+from tierstore.storage.packing_moments import base_name
 
-__all__ = ["CLASSES", "ByteClass", "Range", "TensorClass", "base_name", "candidates", "classify", "pattern_of", "stretch_of"]
+__all__ = ["CLASSES", "ByteClass", "Range", "TensorClass", "candidates", "classify", "pattern_of", "stretch_of"]
 
 TensorClass = Literal["weights_16", "weights_other", "master", "first_moment", "second_moment", "other"]
 CLASSES: Mapping[TensorClass, str] = {
@@ -28,7 +29,6 @@ CLASSES: Mapping[TensorClass, str] = {
 
 _FIRST = ("*exp_avg", "*momentum_buffer")
 _SECOND = ("*exp_avg_sq", "*max_exp_avg_sq")
-_ROTATED = frozenset({"float64", "float32", "float16", "bfloat16", "complex32", "complex64", "complex128"})
 _NUMBER = re.compile(r"\d+")
 
 
@@ -66,11 +66,6 @@ class ByteClass:
         return sum(one.nbytes for one in self.ranges)
 
 
-def base_name(name: str) -> str:
-    """A stored name without the place of a rank's own copy (``w@rank3``)."""
-    return name.partition("@")[0]
-
-
 def pattern_of(name: str) -> str:
     """A name with its numbers taken out: what the layers of a model have in common."""
     return _NUMBER.sub("#", base_name(name))
@@ -101,14 +96,12 @@ def classify(index: RoutingIndex, masters: frozenset[str] = frozenset()) -> dict
 
 def stretch_of(entry: TensorEntry, begin: int, end: int, sizes: Sequence[int]) -> Stretch:
     """A chunk as packing sees it."""
-    itemsize = DTYPES[entry.dtype].itemsize
-    if entry.dtype.startswith("complex"):
-        itemsize //= 2
+    itemsize, rotated = numbers_of(entry.dtype)
     return Stretch(
         begin=begin,
         end=end,
-        itemsize=min(itemsize, 8),
-        rotated=entry.dtype in _ROTATED,
+        itemsize=itemsize,
+        rotated=rotated,
         name=entry.name,
         dtype=entry.dtype,
         shape=tuple(sizes),

@@ -13,13 +13,18 @@ from tierstore.format.dtypes import DTYPES, SAFETENSORS_BITS, SAFETENSORS_NAMES
 from tierstore.format.header import MAX_HEADER_NBYTES, HeaderTensor, ShardHeader
 from tierstore.format.packed.types import Piece, Stretch
 
-__all__ = ["SMALL_NBYTES", "pieces_of", "plain_stretches", "stretches_of"]
+__all__ = ["SMALL_NBYTES", "numbers_of", "pieces_of", "plain_stretches", "stretches_of"]
 
 SMALL_NBYTES = 16 << 10
 """Tensors smaller than this are not told apart. No two stretches below it lie side by side, so that a block of 1 MiB has at most 130."""
 
 _ROTATED = frozenset({"float64", "float32", "float16", "bfloat16", "complex32", "complex64", "complex128"})
 _PARTS = {"complex32": 2, "complex64": 4, "complex128": 8}  # bytes of one number; a complex one has two
+
+
+def numbers_of(dtype: str) -> tuple[int, bool]:
+    """What a dtype's numbers are, as planes see them: how many bytes each has, and whether they are floating point (rotated)."""
+    return _PARTS.get(dtype) or DTYPES[dtype].itemsize, dtype in _ROTATED
 
 
 def plain_stretches(nbytes: int) -> tuple[Stretch, ...]:
@@ -94,11 +99,11 @@ def _stretch(key: str, tensor: HeaderTensor, raw_dtype: str | None) -> Stretch:
     dtype, shape = (known.name if known else ""), tensor.shape
     if raw_dtype is not None and tensor.dtype == "U8" and tensor.shape[-1:] == (DTYPES[raw_dtype].itemsize,):
         dtype, shape = raw_dtype, tensor.shape[:-1]
-    itemsize = _PARTS.get(dtype) or (DTYPES[dtype].itemsize if dtype else max(1, SAFETENSORS_BITS[tensor.dtype] // 8))
+    itemsize, rotated = numbers_of(dtype) if dtype else (max(1, SAFETENSORS_BITS[tensor.dtype] // 8), False)
     nbytes = tensor.end - tensor.begin
     if (dtype and math.prod(shape) * DTYPES[dtype].itemsize != nbytes) or nbytes % itemsize:
-        dtype, shape, itemsize = "", (), 1
-    stretch = Stretch(begin=tensor.begin, end=tensor.end, itemsize=itemsize, rotated=dtype in _ROTATED)
+        dtype, shape, itemsize, rotated = "", (), 1, False
+    stretch = Stretch(begin=tensor.begin, end=tensor.end, itemsize=itemsize, rotated=rotated)
     return stretch if nbytes < SMALL_NBYTES or not dtype else replace(stretch, name=key, dtype=dtype, shape=shape)
 
 
