@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import bench_quantise
 import pytest
+import torch
 
 from tierstore.cli.demo_model import read_corpus
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, dict[str, float]]:
+def torch_as_it_was() -> Iterator[None]:
+    """A trainer makes all of torch in this process deterministic; the next test file is to find it as it was."""
+    deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def measured(torch_as_it_was: None) -> dict[str, dict[str, float]]:
     tables = bench_quantise.tables()
     with bench_quantise.sized({"LAYERS": 1, "PAIRS": 1024, "WIDTH": 64, "HEADS": 2}):
         bench_quantise.run(read_corpus(1 << 16), 0, 4, 2, tables)
