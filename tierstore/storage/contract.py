@@ -29,6 +29,8 @@ __all__ = [
     "InBlocks",
     "InMemory",
     "Listing",
+    "MadeFrom",
+    "MakesBytes",
     "PacesWrites",
     "PackHints",
     "PackedFacts",
@@ -254,6 +256,31 @@ class ReadsProved(Protocol):
                 in the file; for all of them once more where the file turns out to have been written anew meanwhile. The piece is the
                 storage's own memory, and only lent. What it raises ends the read, and passes.
             unit: Pieces begin at `offset` plus a multiple of so many bytes, and are a multiple of it long, but for the last one.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeFrom:
+    """Bytes ``[begin, end)`` of a file that are not stored, but made from ``[source, source_end)`` of `path` (maybe the same file)."""
+
+    begin: int
+    end: int
+    path: str
+    source: int
+    source_end: int
+
+
+@runtime_checkable
+class MakesBytes(Protocol):
+    """Beyond the contract: a storage that makes some bytes from others, for little if these were read just before. `reading_order` makes
+    use of that."""
+
+    async def made_from(self, path: str, ranges: Sequence[tuple[int, int]]) -> Sequence[Sequence[MadeFrom]]:
+        """What of each range of `path` is made from what, as far as it is followed; sorted. Empty: nothing of it.
+
+        Raises:
+            NotFoundError: There is no such file.
+            IntegrityError: It can't be read.
         """
 
 

@@ -38,6 +38,7 @@ from tierstore.storage.contract import (
 )
 from tierstore.storage.packed_names import Form, StoredNames, form_of_packed, is_packable, shown_as, split
 from tierstore.storage.packing_rules import Packing, QuantiseRule
+from tierstore.storage.reading_order import Part, Range, reading_order
 from tierstore.storage.sources import BytesSource
 from tierstore.storage.tasks import all_or_none
 
@@ -256,21 +257,34 @@ class PackedStorage:
         if plain:
             await inner.read_pieces(plain)
         turns = asyncio.Semaphore(_READINGS)
-        await all_or_none([self._read_packed(reading, begin, end, turns) for reading in packed for begin, end in reading.ranges])
+        await all_or_none([self._read_packed(reading, part, turns) for reading, part in await self._in_order(packed)])
 
-    async def _read_packed(self, reading: Reading, begin: int, end: int, turns: asyncio.Semaphore) -> None:
-        step = max(1, _TAKEN_NBYTES // reading.unit) * reading.unit
-        for at in range(begin, end, step):
-            until = min(at + step, end)
-            async with turns:
-                place = reading.place(at, until)
-                memory = memoryview(bytearray(until - at)) if place is None else place
-                try:
-                    await self.read_into(reading.path, at, memory)
-                except (TierStoreError, OSError) as error:
-                    reading.failed(at, until, error)
-                    continue
-                await asyncio.to_thread(reading.take, at, memory, place is not None)
+    async def _in_order(self, readings: Sequence[Reading]) -> list[tuple[Reading, Part]]:
+        """What is read at once, each where what it is made from was read just before."""
+        listed: list[Reading] = []
+        ranges: list[Range] = []
+        for reading in readings:
+            step = max(1, _TAKEN_NBYTES // reading.unit) * reading.unit
+            pieces = [(at, min(at + step, end)) for begin, end in reading.ranges for at in range(begin, end, step)]
+            try:
+                made = await self.made_from(reading.path, pieces)
+            except TierStoreError:
+                made = [()] * len(pieces)  # who reads it says so
+            listed += [reading] * len(pieces)
+            ranges += [Range(path=reading.path, begin=begin, end=end, made=m) for (begin, end), m in zip(pieces, made, strict=True)]
+        align = max((reading.unit for reading in readings), default=1)
+        return [(listed[part.number], part) for part in reading_order(ranges, align)]
+
+    async def _read_packed(self, reading: Reading, part: Part, turns: asyncio.Semaphore) -> None:
+        async with turns:
+            place = reading.place(part.begin, part.end)
+            memory = memoryview(bytearray(part.end - part.begin)) if place is None else place
+            try:
+                await self.read_into(reading.path, part.begin, memory)
+            except (TierStoreError, OSError) as error:
+                reading.failed(part.begin, part.end, error)
+                return
+            await asyncio.to_thread(reading.take, part.begin, memory, place is not None)
 
     # Writing
 

@@ -89,7 +89,8 @@ class Unpacker:
             async with here.batches:
                 await self._batch(path, known, begin, end, buffer[begin - offset : end - offset], 0, proofs)
 
-        await all_or_none([one(begin, end) for begin, end in _batches(known, offset, offset + buffer.nbytes)])
+        with self._decoded.wanting(_taken_blocks(known, offset, offset + buffer.nbytes)):
+            await all_or_none([one(begin, end) for begin, end in _batches(known, offset, offset + buffer.nbytes)])
 
     async def made_from(self, path: str, known: Known, begin: int, end: int, depth: int = 1) -> list[MadeFrom]:
         """What of ``[begin, end)`` of a raw shard is made from what: from stored bytes, as far as runs of runs are followed."""
@@ -405,6 +406,14 @@ def _batches(known: Known, begin: int, end: int) -> Iterator[tuple[int, int]]:
         until = min(end, (begin // known.footer.block_nbytes) * known.footer.block_nbytes + step)
         yield begin, until
         begin = until
+
+
+def _taken_blocks(known: Known, begin: int, end: int) -> list[Key]:
+    """The blocks of the file itself that runs in ``[begin, end)`` take bytes from."""
+    size = known.footer.block_nbytes
+    own = [part for part in known.parts(begin, end) if part.file == 0]
+    numbers = dict.fromkeys(number for part in own for number in range(part.source // size, -(-part.source_end // size)))
+    return [(known.form.path, known.digest, number) for number in numbers]
 
 
 def _groups(known: Known, numbers: Sequence[int]) -> list[tuple[int, int]]:

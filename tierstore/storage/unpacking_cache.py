@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextlib import contextmanager
 
 from tierstore.storage.tasks import end_all
 
@@ -18,13 +19,35 @@ Blocks = dict[int, memoryview]
 
 
 class Decoded:
-    """Keeps the blocks used last, `most_nbytes` of them. Usable from any thread."""
+    """Keeps the blocks used last, and those that somebody is about to use, as far as there is room. Usable from any thread.
 
-    def __init__(self, most_nbytes: int = 32 << 20) -> None:
+    Args:
+        most_nbytes: Of the blocks used last, bytes.
+        more_nbytes: Of further ones that are about to be used.
+    """
+
+    def __init__(self, most_nbytes: int = 32 << 20, more_nbytes: int = 64 << 20) -> None:
         self._most = most_nbytes
+        self._more = more_nbytes
         self._lock = threading.Lock()
         self._blocks: OrderedDict[Key, memoryview] = OrderedDict()
         self._nbytes = 0
+        self._wanted: Counter[Key] = Counter()
+
+    @contextmanager
+    def wanting(self, keys: Collection[Key]) -> Iterator[None]:
+        """Within it these blocks are about to be used: who is to read them waits for its turn, or for others of them."""
+        with self._lock:
+            self._wanted.update(keys)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wanted.subtract(keys)
+                for key in keys:
+                    if not self._wanted[key]:
+                        del self._wanted[key]
+                self._shrink()
 
     def get(self, key: Key) -> memoryview | None:
         with self._lock:
@@ -39,8 +62,17 @@ class Decoded:
             before = self._blocks.pop(key, None)
             self._nbytes += block.nbytes - (before.nbytes if before is not None else 0)
             self._blocks[key] = block
-            while self._nbytes > self._most:
-                self._nbytes -= self._blocks.popitem(last=False)[1].nbytes
+            self._shrink()
+
+    def _shrink(self) -> None:
+        if self._nbytes <= self._most:
+            return
+        for key in [key for key in self._blocks if key not in self._wanted]:
+            if self._nbytes <= self._most:
+                return
+            self._nbytes -= self._blocks.pop(key).nbytes
+        while self._nbytes > self._most + self._more:
+            self._nbytes -= self._blocks.popitem(last=False)[1].nbytes
 
     def forget(self, stored: str) -> None:
         """The file under this name in the storage is not what it was."""
@@ -88,8 +120,10 @@ class Flights:
         finally:
             self._waiting[task] -= 1
             if not self._waiting[task]:
-                del self._waiting[task]
                 if not task.done():
                     self._ended(task)  # nobody joins any more
+                    await asyncio.sleep(0)  # who has joined just now begins to wait
+                if not self._waiting.get(task):
+                    self._waiting.pop(task, None)
                     await end_all([task])
         return task.result()

@@ -143,6 +143,11 @@ class Span:
             return want.buffer[self.begin - want.offset : self.end - want.offset]
         return None
 
+    def part(self, begin: int, end: int) -> Span | None:
+        """The bytes ``[begin, end)`` of it as a request of their own; None where nobody wants any of them."""
+        wants = tuple(want for want in self.wants if want.offset < end and want.end > begin)
+        return Span(file=self.file, begin=begin, end=end, wants=wants) if wants else None
+
     def scatter(self, scratch: memoryview) -> None:
         """Brings what is wanted from `scratch`, which holds the span's bytes, to those who want it."""
         for want in self.wants:

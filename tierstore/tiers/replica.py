@@ -28,6 +28,7 @@ from tierstore.tiers.log_facts import quantised_text
 from tierstore.tiers.nearby import NearRead
 from tierstore.tiers.passed_over import BadCopy, OnDamage, PassedOver, damaged_block
 from tierstore.tiers.quantised import QuantisedReader, generation_of
+from tierstore.tiers.read_order import in_order
 from tierstore.tiers.reads import AnyWant, ReadCost, Span, Want, plan_spans, spread_spans
 from tierstore.tiers.sources import Source, sources_of
 from tierstore.tiers.tier import Tier, Tiers
@@ -188,6 +189,7 @@ class Replica:
         slots = {source.tier.name: asyncio.Semaphore(_cost_of(source.tier).concurrency) for source in self._sources}
         if not verify:
             spans = plan_spans(wants, file_nbytes=self.index.file_nbytes, align=1, cost=self._cost())
+            spans = await in_order(spans, self._passed, self.info.attempt, self.index.block_nbytes)
             await self._fetch(spans, slots, verify=False)
             return
         await self._documents.load_entries(want.file for want in wants if want.nbytes)
@@ -197,7 +199,7 @@ class Replica:
         if far:
             spans = plan_spans(far, file_nbytes=self.index.file_nbytes, align=block_nbytes, cost=self._cost())
             spans = spread_spans(spans, align=block_nbytes, cost=self._cost())
-            works.append(self._fetch(spans, slots))
+            works.append(self._fetch(await in_order(spans, self._passed, self.info.attempt, block_nbytes), slots))
         await all_or_none(works)
 
     async def hydrate(self, wants: Sequence[AnyWant]) -> None:

@@ -1,0 +1,59 @@
+"""Planned reads in the order in which they cost least: what a storage makes from other bytes of the same load right after these."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from tierstore.errors import IntegrityError, NotFoundError, StorageError
+from tierstore.names import Attempt
+from tierstore.storage.contract import MadeFrom, MakesBytes
+from tierstore.storage.reading_order import Range, reading_order
+from tierstore.storage.tasks import all_or_none
+from tierstore.tiers.passed_over import PassedOver
+from tierstore.tiers.reads import Span
+
+__all__ = ["in_order"]
+
+_ASKED_AT_ONCE = 16
+"""Of so many files at a time is asked what in them is made from what."""
+
+
+async def in_order(spans: Sequence[Span], passed: PassedOver, attempt: Attempt, align: int) -> list[Span]:
+    """Orders spans, and cuts those of which a part is made from others; as they are where the first copy's storage makes nothing.
+
+    Args:
+        spans: Of one load.
+        passed: Says which copy is read first, and is told if its tier does not answer.
+        attempt: Whose files they are of.
+        align: Spans are cut at multiples of so many bytes.
+    """
+    by_file: dict[str, list[Span]] = {}
+    for span in spans:
+        by_file.setdefault(span.file, []).append(span)
+    turns = asyncio.Semaphore(_ASKED_AT_ONCE)
+
+    async def ask(file: str) -> Sequence[Sequence[MadeFrom]]:
+        source = next(iter(passed.order(file)), None)
+        if source is None or not isinstance(source.tier.storage, MakesBytes):
+            return ()
+        async with turns:
+            try:
+                return await source.tier.storage.made_from(attempt.path(file), [(span.begin, span.end) for span in by_file[file]])
+            except (NotFoundError, IntegrityError):
+                return ()  # who reads it says so
+            except StorageError as error:
+                passed.note(source, file, error)  # nobody is to be as patient with it once more
+                return ()
+
+    asked = dict(zip(by_file, await all_or_none([ask(file) for file in by_file]), strict=True))
+    if not any(made for found in asked.values() for made in found):
+        return list(spans)
+    listed: list[Span] = []
+    ranges: list[Range] = []
+    for file, some in by_file.items():
+        listed += some
+        for span, made in zip(some, asked[file] or [()] * len(some), strict=True):
+            ranges.append(Range(path=attempt.path(file), begin=span.begin, end=span.end, made=made))
+    parts = [listed[part.number].part(part.begin, part.end) for part in reading_order(ranges, align)]
+    return [part for part in parts if part is not None]
