@@ -199,7 +199,7 @@ class PackedStorage:
                     raise
                 # Somebody may have written it, or a shard that it takes bytes from, anew: then frames lie elsewhere than they did.
                 looked_anew = True
-                self._forget_with_sources(path)
+                self._forget_with_names(path)
         raise AssertionError("the last round returns or raises")
 
     async def _unpacked(self, path: str, form: Form, offset: int, buffer: memoryview, prove: Prove | None, unit: int) -> None:
@@ -421,8 +421,9 @@ class PackedStorage:
         )
 
     def forget(self, path: str) -> None:
-        """Forgets what is remembered of a shard: who asks whether its bytes are good wants those that lie there now."""
-        self._forget_files(*(form.path for form in self._names.known(path)))
+        """Forgets what is in a shard, and in those that it takes bytes from: who asks whether its bytes are good wants those that lie
+        there now."""
+        self._forget_files(*(form.path for one in self._with_sources(path) for form in self._names.known(one)))
 
     def _forget_files(self, *stored: str) -> None:
         unpacker = self._unpacker
@@ -430,18 +431,21 @@ class PackedStorage:
             for one in stored:
                 unpacker.forget(one)
 
-    def _forget_with_sources(self, path: str) -> None:
-        """Forgets what is remembered of a shard, and of all that it takes bytes from: where they lie, and what is in them."""
-        left, seen = [path], {path}
-        while left:
-            one = left.pop()
+    def _forget_with_names(self, path: str) -> None:
+        """As `forget`, and also where these shards lie."""
+        shards = self._with_sources(path)
+        self.forget(path)
+        for one in shards:
+            self._names.note(one, ())
+
+    def _with_sources(self, path: str) -> Sequence[str]:
+        """A shard, and all that it takes bytes from, as far as that is remembered."""
+        found = [path]
+        for one in found:  # grows meanwhile
             for form in self._names.known(one):
                 known = self._unpacking().footers.kept(form.path)
-                sources = set(known.footer.files[1:] if known is not None else ()) - seen
-                left += sources
-                seen |= sources
-                self._forget_files(form.path)
-            self._names.note(one, ())
+                found += [source for source in (known.footer.files[1:] if known is not None else ()) if source not in found]
+        return found
 
     async def origins(self, path: str, begin: int, end: int) -> Sequence[Unchanged]:
         """`contract.WritesPacked`."""

@@ -765,6 +765,25 @@ def test_a_reader_that_remembers_goes_on_when_a_shard_or_its_source_was_written_
     run(body)
 
 
+def test_damage_of_a_source_is_seen_once_a_shard_is_to_be_looked_at_anew() -> None:
+    data = training_shard(layers=1)
+
+    async def body() -> None:
+        bucket = CountingBucket()
+        source = await written(bucket, data, PLAIN, OTHER)
+        await written(bucket, data, PLAIN, SHARD, unchanged(0, len(data)))
+        storage = PackedStorage(bucket, None)
+        assert await storage.read(SHARD) == data
+        hurt = bytearray(bucket.data(source))
+        hurt[MIB // 2] ^= 1
+        bucket.replace(source, bytes(hurt))
+        storage.forget(SHARD)
+        assert await storage.read(SHARD) != data
+        await storage.close()
+
+    run(body)
+
+
 def test_what_a_packed_file_says_is_that_of_the_file_that_a_listing_showed() -> None:
     data = training_shard()
 
