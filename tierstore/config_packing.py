@@ -27,7 +27,7 @@ class CodecConfig(Model):
     name: Codec = "raw"
     level: Annotated[Whole, Field(le=19)] = 0
     """0: few matches, the fastest; 1 to 19: zstd's levels, of which each is slower and most are hardly smaller."""
-    threads: Annotated[Count, Field(le=64)] = 2
+    threads: Annotated[Count, Field(le=64, examples=[2])] = 2
     """Threads that encode and decode for this tier."""
 
 
@@ -39,9 +39,9 @@ class QuantiseConfig(Model):
     """Patterns of tensors' names, of which one must match."""
     exclude: Annotated[Texts, Field(max_length=100, examples=['["*embed*"]'])] | None = None
     """Patterns of which none may match."""
-    min_numel: Count = 4096
+    min_numel: Annotated[Count, Field(examples=[4096])] = 4096
     """Tensors with fewer elements stay exact."""
-    max_generation: Annotated[Count, Field(le=1000)] = 1
+    max_generation: Annotated[Count, Field(le=1000, examples=[1])] = 1
     """So many lossy copies may stand behind one another: what was resumed from as many is stored exact."""
 
 
@@ -49,8 +49,12 @@ def codec_from(value: Any) -> Any:
     """What `CodecConfig` is made from: a name stands for the codec with its defaults.
 
     Raises:
-        MistakesError: There is no codec of that name.
+        MistakesError: There is no codec of that name; a mapping does not say which (it would be `raw`, whatever level it names).
     """
+    if isinstance(value, dict) and "name" not in value:
+        raise MistakesError([Mistake(path=("name",), reason="missing", remedy="add name: zstd")])
+    if value is None or isinstance(value, bool):
+        raise MistakesError([Mistake(path=(), value=value, reason="it must say which", remedy="write codec: zstd, or codec: raw for none")])
     return {"name": _known(value, CODECS, "codec")} if isinstance(value, str) else value
 
 

@@ -116,6 +116,13 @@ def test_a_codec_and_a_scheme_can_be_named_or_given_with_their_keys(load: Load) 
     assert load("tiers:\n- /a\n- /b\n- {uri: /c, quantise: off}").tiers[2].quantise is None
 
 
+@pytest.mark.parametrize("codec", ["{level: 3}", "{threads: 4}", "{}", "off", ""])
+def test_a_codec_that_is_not_named_is_a_mistake_and_not_taken_for_none(load: Load, codec: str) -> None:
+    with pytest.raises(ConfigError, match=r"codec.*: (missing|it must say which)") as caught:
+        load(f"tiers:\n- /a\n- uri: s3://b/x\n  codec: {codec}")
+    assert "zstd" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("uri", "told", "packs", "master_once", "unchanged_once"),
     [
@@ -474,7 +481,7 @@ WRONG: list[tuple[str, str, int, str, str, str]] = [
     ("tiers:\n- {uri: /a, codec: {name: ztsd}}", "tiers[0].codec.name", 2, "'ztsd'", "one of raw, zstd", "did you mean 'zstd'?"),
     ("tiers:\n- {uri: /a, codec: {name: zstd, levle: 3}}", "tiers[0].codec.levle", 2, "3", "unknown key", "did you mean 'level'?"),
     ("tiers:\n- {uri: /a, codec: {name: zstd, level: 22}}", "tiers[0].codec.level", 2, "22", "less than or equal to 19", "level: 0"),
-    ("tiers:\n- {uri: /a, codec: {name: zstd, threads: 0}}", "tiers[0].codec.threads", 2, "0", "greater than or equal to 1", "threads: 5"),
+    ("tiers:\n- {uri: /a, codec: {name: zstd, threads: 0}}", "tiers[0].codec.threads", 2, "0", "greater than or equal to 1", "threads: 2"),
     ("tiers:\n- {uri: /a, master_once: yes please}", "tiers[0].master_once", 2, "'yes please'", "true or false", "master_once: true"),
     ("tiers:\n- /a\n- /b\n- {uri: /c, quantise: q9}", "tiers[2].quantise", 4, "'q9'", "one of q8, q4", "write quantise: q8"),
     ("tiers:\n- /a\n- /b\n- {uri: /c, quantise: true}", "tiers[2].quantise", 4, "True", "by which scheme", "quantise: q8"),
