@@ -43,6 +43,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _SCHEMES = get_args(Scheme)
+_ANEW = "run `tierstore repair`: the copy is written anew from an exact one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,16 +233,15 @@ class QuantisedReader:
             StorageError: It can't be read.
         """
         path = self._attempt.quantised_path
-        hint = "run `tierstore repair`: the copy is written anew from an exact one"
         try:
             data = await self.tier.storage.read(path)
         except NotFoundError as error:
-            raise IntegrityError(f"{QUANTISED}, which proves this quantised copy, is missing", hint=hint, file=path) from error
+            raise IntegrityError(f"{QUANTISED}, which proves this quantised copy, is missing", hint=_ANEW, file=path) from error
         if "digest" in self.told and digest_of(data) != self.told["digest"]:
-            raise IntegrityError(f"{QUANTISED} is not the one that the copy's record names", hint=hint, file=path)
+            raise IntegrityError(f"{QUANTISED} is not the one that the copy's record names", hint=_ANEW, file=path)
         copy = await asyncio.to_thread(decode_quantised, data)
         if (copy.run, copy.step, copy.save_id) != (self._attempt.run, self._attempt.step, self._attempt.save_id):
-            raise IntegrityError(f"{QUANTISED} is that of {copy.run}@{copy.step} ({copy.save_id})", hint=hint, file=path)
+            raise IntegrityError(f"{QUANTISED} is that of {copy.run}@{copy.step} ({copy.save_id})", hint=_ANEW, file=path)
         return copy
 
     async def lossy(self, name: str) -> frozenset[int]:
@@ -261,4 +261,9 @@ class QuantisedReader:
             self._files = {file.name: file for file in copy.files}
         promised = self._files.get(name)
         if promised is None or promised.footer != facts.digest:
-            raise IntegrityError(f"its footer is not the one that {QUANTISED} promises", file=self._attempt.path(name))
+            raise IntegrityError(
+                f"the footer of {name} on tier {self.tier.name!r} is not the one that {QUANTISED} promises",
+                hint=_ANEW,
+                tier=self.tier.name,
+                file=self._attempt.path(name),
+            )
