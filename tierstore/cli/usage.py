@@ -38,16 +38,20 @@ def du(
         bool,
         typer.Option("--explain", help="Of one checkpoint (by default the latest): what its bytes are, and what compression would save."),
     ] = False,
-    sample: Annotated[str, typer.Option(metavar="SIZE", help="With --explain: about how much of it is read and tried out.")] = "64MiB",
+    sample: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="With --explain: about how much of it is read and tried out. [default: 64MiB]")
+    ] = None,
 ) -> int:
     """Show what takes the room: bytes of each checkpoint on each tier, by kind of file, and what will be freed."""
     cli.refuse_names("du shows all tiers")
+    if sample is not None and not explain:
+        raise UsageError("--sample says how much --explain reads", hint="add --explain")
     if explain:
         from tierstore.cli.usage_explain import explain_checkpoint  # it encodes a sample, and needs numpy for that
 
         if refs and len(refs) > 1:
             raise UsageError("du --explain is about one checkpoint", hint="give one reference")
-        return explain_checkpoint(cli, refs[0] if refs else "latest", parse_size(sample))
+        return explain_checkpoint(cli, refs[0] if refs else "latest", parse_size(sample or "64MiB"))
     with cli.session() as session:
         if refs:
             return _of_checkpoints(cli, session, refs)

@@ -243,7 +243,9 @@ def _warn_unusable(catalog: Catalog, cache: RecordCache) -> Catalog:
     for info in catalog.checkpoints:
         if _offered(info) and not info.usable:
             down = f"; not reached: {', '.join(catalog.unreachable)}" if catalog.unreachable else ""
-            extra.append(f"run={catalog.run} step={info.attempt.step} is committed, but no tier that was reached has a complete copy{down}")
+            lossy = ", ".join(tier for tier, state in info.replicas.items() if state == "quantised")
+            what = f"the only copies that were found are quantised, on {lossy}" if lossy else "no tier that was reached has a complete copy"
+            extra.append(f"run={catalog.run} step={info.attempt.step} is committed, but {what}{down}")
     for text in extra:
         if cache.first_time(text):
             log.warning("%s", text)
