@@ -25,6 +25,7 @@ from tierstore.testing.sources import PatternSource
 from tierstore.tiers.budget import ByteBudget
 from tierstore.tiers.copying import CopyContext, VerifiedSource, copy_file
 from tierstore.tiers.persist import persist
+from tierstore.tiers.quantised import QuantisedReader, lossy_files, put_document
 from tierstore.tiers.tier import Tier, Tiers
 
 ATTEMPT = attempt_at(7)
@@ -129,5 +130,26 @@ def test_a_damaged_source_is_passed_over_and_the_next_one_copied(tmp_path: Path)
             await copy_file(context, ATTEMPT, tiers[0], [tiers[2]], wrong, MIB, note)
         for storage in (bad, good, target):
             await storage.close()
+
+    run(body)
+
+
+def test_a_shard_that_was_written_anew_exactly_is_proved_by_its_digests_from_then_on() -> None:
+    data = training_shard(rows=60)
+
+    async def body() -> None:
+        bucket = Bucket()
+        storage = PackedStorage(bucket, Packing(quantise=QuantiseRule(scheme="q8")))
+        tier = Tier(name="far", storage=storage, scope="shared")
+        await storage.write_packed(ATTEMPT.path(NAME), BytesSource(data), PackHints())
+        told = await put_document(tier, ATTEMPT, await lossy_files(tier, ATTEMPT, [NAME]), scheme="q8", generation=1)
+        reader = QuantisedReader(tier, ATTEMPT, told, MIB)
+        assert await reader.lossy(NAME)
+        other = PackedStorage(bucket, Packing())
+        await other.write(ATTEMPT.path(NAME), BytesSource(data))
+        await storage.children(ATTEMPT.folder)
+        assert not await reader.lossy(NAME)
+        await storage.close()
+        await other.close()
 
     run(body)

@@ -222,7 +222,7 @@ class QuantisedReader:
         self._attempt = attempt
         self._block_nbytes = block_nbytes
         self._files: dict[str, QuantisedFile] | None = None
-        self._lossy: dict[str, frozenset[int]] = {}
+        self._proved: dict[str, str] = {}
         self._turn = asyncio.Lock()
 
     async def document(self) -> QuantisedCopy:
@@ -247,12 +247,14 @@ class QuantisedReader:
     async def lossy(self, name: str) -> frozenset[int]:
         """The blocks of a shard that are not exact, by number; raises as `document`, and where the shard's footer is not proved by it."""
         async with self._turn:
-            if name not in self._lossy:
-                found = await lossy_files(self.tier, self._attempt, [name])
-                if name in found:
-                    await self._prove(name, found[name])
-                self._lossy[name] = lossy_blocks(found[name], self._block_nbytes) if name in found else frozenset()
-            return self._lossy[name]
+            # The storage remembers footers; asked each time, for the shard may have been written anew, exact, since the last one.
+            facts = (await lossy_files(self.tier, self._attempt, [name])).get(name)
+            if facts is None:
+                return frozenset()
+            if self._proved.get(name) != facts.digest:
+                await self._prove(name, facts)
+                self._proved[name] = facts.digest
+            return lossy_blocks(facts, self._block_nbytes)
 
     async def _prove(self, name: str, facts: PackedFacts) -> None:
         if self._files is None:
