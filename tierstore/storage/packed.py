@@ -9,6 +9,7 @@ gone, or not to fit.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -272,7 +273,7 @@ class PackedStorage:
                 made = [()] * len(pieces)  # who reads it says so
             listed += [reading] * len(pieces)
             ranges += [Range(path=reading.path, begin=begin, end=end, made=m) for (begin, end), m in zip(pieces, made, strict=True)]
-        align = max((reading.unit for reading in readings), default=1)
+        align = math.lcm(*(reading.unit for reading in readings))
         return [(listed[part.number], part) for part in reading_order(ranges, align)]
 
     async def _read_packed(self, reading: Reading, part: Part, turns: asyncio.Semaphore) -> None:
