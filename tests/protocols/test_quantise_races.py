@@ -14,6 +14,7 @@ from tierstore.tiers import copies
 from tierstore.tiers.catalog import scan
 from tierstore.tiers.copies import Copied, copy_checkpoint, copy_payload, record_replica
 from tierstore.tiers.copying import CopyContext
+from tierstore.tiers.log import append
 from tierstore.tiers.log_copies import copy_records
 from tierstore.tiers.quantised import Shards, look_at_shards
 from tierstore.tiers.session import Session
@@ -59,6 +60,11 @@ class Process:
     def record(self, copied: Copied) -> bool:
         return self._session.run(record_replica(self._context, self._view, self._far, copied))
 
+    def note(self) -> None:
+        """A further record in the authority's log."""
+        storage, clock = self._session.tiers.authority.storage, self._session.clock
+        self._session.run(append(storage, self._view.attempt, "tagged", {"tags": ["meanwhile"]}, clock=clock))
+
     def copy_exact(self) -> None:
         """What `copy_checkpoint` goes on with after a copy that is not as it was recorded."""
         self._session.run(copy_checkpoint(self._context, self._view, self._far, exact=True))
@@ -78,6 +84,24 @@ def both(request: pytest.FixtureRequest, place: Place) -> Iterator[tuple[Process
         store.save(1, adam_state(1)).wait("committed", timeout=60)
     with place.session(quantises) as first, place.session(exact) as second:
         yield Process(first), Process(second)
+
+
+def test_what_was_recorded_while_a_copy_was_quantised_lies_beside_it_too(place: Place) -> None:
+    """Two tiers that are copied to at the same time, say: the archive alone has then a log without gaps."""
+    config = place.config(codec="zstd", quantise="q8")
+    with place.open({**config, "tiers": config["tiers"][:2]}) as store:
+        store.save(1, adam_state(1)).wait("committed", timeout=60)
+    with place.session(config) as session:
+        process = Process(session)
+        copied = session.run(process.write())
+        process.note()
+        assert process.record(copied)
+    assert [name[-11:] for name in sorted(place.names("/.log/")) if name[-11:-5].isdigit()] == ["000000.json", "000001.json", "000002.json"]
+    place.lose_exact_shards()
+    with place.session(config) as session:
+        info = session.run(scan(session.tiers, "r")).find(1)
+        assert info is not None
+        assert not info.damaged
 
 
 def is_exact(place: Place) -> bool:

@@ -165,9 +165,11 @@ async def record_replica(context: CopyContext, view: AttemptView, target: Tier, 
         told["quantised"] = copied.quantised
     exact = copied.quantised is None
     looked, other = False, False
+    before: Sequence[Record] = ()
 
     def allow(records: Sequence[Record]) -> bool:
-        nonlocal other
+        nonlocal other, before
+        before = records
         wanted, quantised = _still_wanted(records, target, since=len(view.records), exact=exact), fold(records).quantised
         replicated = target.name in fold(records).replicated
         other = (target.name in quantised) if exact else (replicated and target.name not in quantised)
@@ -190,7 +192,9 @@ async def record_replica(context: CopyContext, view: AttemptView, target: Tier, 
     if looked:
         await target.storage.delete([view.attempt.quantised_path])
     if not exact:
-        await copy_beside(context.tiers.authority, target, view.attempt, record)
+        known = {each.seq for each in view.records}  # these lie there already
+        fresh = [each for each in before if each.seq not in known]
+        await copy_beside(context.tiers.authority, target, view.attempt, [*fresh, record])
     return True
 
 

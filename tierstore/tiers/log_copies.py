@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tierstore.errors import IntegrityError, NotFoundError, StorageError
 from tierstore.format.record import Record
@@ -45,9 +45,12 @@ async def copy_records(authority: Tier, target: Tier, attempt: Attempt, records:
     return nbytes
 
 
-async def copy_beside(authority: Tier, target: Tier, attempt: Attempt, record: Record) -> None:
-    """Copies a record that proves a copy beside it; where that fails, a collection does it later."""
+async def copy_beside(authority: Tier, target: Tier, attempt: Attempt, records: Sequence[Record]) -> None:
+    """Copies a record that proves a copy beside it, the last of these, and what was written before it meanwhile, say by a copy to another
+    tier; where that fails, a collection does it later."""
     try:
-        await copy_records(authority, target, attempt, [record])
+        await copy_records(authority, target, attempt, records)
     except (StorageError, NotFoundError, IntegrityError) as error:
-        log.info("tier=%s checkpoint=%s record=%d is not beside its copy yet: %s", target.name, attempt.folder, record.seq, error.message)
+        log.info(
+            "tier=%s checkpoint=%s record=%d is not beside its copy yet: %s", target.name, attempt.folder, records[-1].seq, error.message
+        )

@@ -379,7 +379,11 @@ async def _record(
     if quantised is not None:
         quantised = await _proof_of(info, tier, manifest, quantised, written, unproved=unproved)
 
+    before = records
+
     def still(now: Sequence[Record]) -> bool:
+        nonlocal before
+        before = now
         state = fold(now)
         since = any(r.kind in ("evicting", "evicted", "quarantined") and r.data.get("tier") == tier.name for r in now[len(records) :])
         return not (since or _left_alone(state, info, repairing.context.clock))
@@ -398,7 +402,7 @@ async def _record(
         log.info("tier=%s checkpoint=%s was decided about while it was repaired", tier.name, attempt.folder)
         return
     if quantised is not None:
-        await copy_beside(repairing.tiers.authority, tier, attempt, record)
+        await copy_beside(repairing.tiers.authority, tier, attempt, [*before[len(records) :], record])
     repairing.proved.append((attempt, tier.name))
 
 
