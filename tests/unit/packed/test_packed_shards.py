@@ -739,7 +739,7 @@ def test_a_shard_that_another_process_packed_anew_is_read_on() -> None:
 def test_a_reader_that_remembers_goes_on_when_a_shard_or_its_source_was_written_anew(
     first: Packing, then: Packing | None, what: str
 ) -> None:
-    data = training_shard()
+    data = training_shard(layers=1)
 
     async def body() -> None:
         bucket = Bucket()
