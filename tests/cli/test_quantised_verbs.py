@@ -43,13 +43,13 @@ def values(config: Path, *arguments: str) -> list[dict[str, Any]]:
 
 def test_quantised_copies_are_told_as_such_until_an_exact_one_is_pushed(saved: Path) -> None:
     shown = call(saved, "show").stdout
-    assert "quantised q8 (worst update error" in shown
+    assert "quantised q8 (steps off by" in shown
     replicas = {v["tier"]: v for v in values(saved, "show") if v["type"] == "replica"}
     assert (replicas["far"]["state"], replicas["far"]["quantised"]["scheme"]) == ("quantised", "q8")
     assert replicas["far"]["taken_nbytes"] < 0.6 * replicas["shared"]["taken_nbytes"]
     listed = call(saved, "ls").stdout
     assert "≈far" in listed
-    assert "far q8 (worst update error" in listed
+    assert "far q8 (steps off by" in listed
     assert "≈tier: quantised, not exact" in listed
     assert [v["quantised"]["far"]["scheme"] for v in values(saved, "ls") if v["type"] == "checkpoint"] == ["q8"]
     assert "1 (1 quantised)" in call(saved, "status").stdout

@@ -176,7 +176,7 @@ def test_a_quantised_copy_is_read_where_no_exact_one_is_left_and_says_so_once(
     warned = [record.getMessage() for record in caplog.records if WARNING in record.getMessage()]
     assert len(warned) == 2  # for each time that it was opened
     assert all(r.levelno == logging.WARNING for r in caplog.records if WARNING in r.getMessage())
-    assert "tier far, q8 (worst update error" in warned[0]
+    assert "tier far, q8 (steps off by" in warned[0]
     assert "shared: there is no file" in warned[0]
 
 
@@ -515,8 +515,11 @@ def test_the_document_keeps_what_it_was_given() -> None:
     assert none.scheme == "q4"
     assert none.max_error != none.max_error
     assert decode_quantised(encode_quantised(none)).files == ()
-    assert quantised_text({"scheme": "q8", "max_error": 0.031, "mean_error": 0.004}) == "q8 (worst update error 3.1 %, mean 0.4 %)"
-    assert quantised_text({"scheme": "q4", "max_error": 4.474}) == "q4 (worst update error 447 %)"
+    assert (
+        quantised_text({"scheme": "q8", "max_error": 0.031, "mean_error": 0.004})
+        == "q8 (steps off by 0.4 % on average, by 0.031 of their RMS at worst)"
+    )
+    assert quantised_text({"scheme": "q4", "max_error": 4.474}) == "q4 (steps off by 4.5 of their RMS at worst)"
     assert quantised_text({}) == "quantised"
 
 

@@ -131,14 +131,14 @@ def quantised_in(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def quantised_text(told: Mapping[str, Any]) -> str:
-    """What is known of a quantised copy, for people: ``q8 (worst update error 3.1 %, mean 0.4 %)``."""
-    errors = [
-        f"{word} {value * 100:.{0 if value >= 1 else 2}{'f' if value >= 1 else 'g'}} %"
-        for word, key in (("worst update error", "max_error"), ("mean", "mean_error"))
-        if isinstance(value := told.get(key), (int, float)) and value == value
-    ]
+    """What is known of a quantised copy, for people: ``q8 (steps off by 2 % on average, by 1.3 of their RMS at worst)``."""
+    mean, worst = (
+        value if isinstance(value, (int, float)) and value == value else None for value in map(told.get, ("mean_error", "max_error"))
+    )
+    errors = [f"by {mean * 100:.2g} % on average"] if mean is not None else []
+    errors += [f"by {worst:.2g} of their RMS at worst"] if worst is not None else []
     scheme = str(told.get("scheme") or "quantised")
-    return f"{scheme} ({', '.join(errors)})" if errors else scheme
+    return f"{scheme} (steps off {', '.join(errors)})" if errors else scheme
 
 
 def fold(records: Sequence[Record]) -> LogFacts:
