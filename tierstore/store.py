@@ -240,7 +240,7 @@ class Store:
         with nullcontext() if joint is None else joint.telling():
             step = check_step(step)
             _check_if_exists(if_exists)
-            facts = {**facts_of(metrics, tags, final, self._clock), **quantise_fact(quantise)}
+            facts = {**facts_of(metrics, tags, final, self._clock), **quantise_fact(quantise, self._session.tiers)}
             self._session.tiers.check_writable()
             self._worker.raise_errors()
         save_id = propose() if joint is None else ""
@@ -506,7 +506,7 @@ class Store:
         """
         self._check_usable()
         try:
-            facts = {**facts_of(metrics, tags, final, self._clock), **quantise_fact(quantise)}
+            facts = {**facts_of(metrics, tags, final, self._clock), **quantise_fact(quantise, self._session.tiers)}
         except BaseException:
             staged.release()
             raise

@@ -139,6 +139,14 @@ def test_a_scheme_that_is_none_is_told_before_anything_is_staged(place: Place, c
         assert store.checkpoints() == []
 
 
+def test_a_scheme_where_no_tier_quantises_is_told_before_anything_is_staged(place: Place) -> None:
+    with place.open(place.config(codec="zstd")) as store:
+        with pytest.raises(UsageError, match="this store has none"):
+            store.save(1, adam_state(1), quantise="q8")
+        store.save(1, adam_state(1), quantise="exact").wait("far", timeout=60)
+        assert [info.step for info in store.checkpoints()] == [1]
+
+
 def test_what_is_excluded_stays_exact(place: Place) -> None:
     config = place.config(codec="zstd", quantise={"scheme": "q8", "exclude": ["*exp_avg"], "min_numel": 10})
     place.save(config, 1)

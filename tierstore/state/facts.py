@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 from typing import Any
@@ -16,6 +16,7 @@ from tierstore.clock import Clock, utc_text
 from tierstore.config_packing import SCHEMES
 from tierstore.errors import UsageError
 from tierstore.format.manifest import QUANTISE
+from tierstore.tiers.tier import Tier
 
 __all__ = ["checked_omit", "facts_of", "omitted_fact", "quantise_fact"]
 
@@ -52,11 +53,11 @@ def facts_of(metrics: Mapping[str, float] | None, tags: Sequence[str] | None, fi
     }
 
 
-def quantise_fact(quantise: str | None) -> dict[str, str]:
+def quantise_fact(quantise: str | None, tiers: Iterable[Tier]) -> dict[str, str]:
     """What a checkpoint's manifest says of how it is to be quantised; nothing where each tier goes by its own rule.
 
     Raises:
-        UsageError: There is no such scheme.
+        UsageError: There is no such scheme, or none of `tiers` quantises.
     """
     if quantise is None:
         return {}
@@ -65,6 +66,11 @@ def quantise_fact(quantise: str | None) -> dict[str, str]:
         near = difflib.get_close_matches(str(quantise), words, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"say one of {', '.join(words)}, or leave it to the tiers"
         raise UsageError(f"quantise={quantise!r} is no scheme", hint=hint)
+    if quantise != "exact" and not any(tier.quantise for tier in tiers):
+        raise UsageError(
+            f"quantise={quantise!r} is for a tier that quantises, and this store has none",
+            hint=f"give a tier after the authority `quantise: {quantise}` in the configuration, or save without it",
+        )
     return {QUANTISE: quantise}
 
 
