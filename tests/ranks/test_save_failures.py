@@ -242,7 +242,7 @@ def full_disk(patch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
         raise TierFullError("tier 'shared' has 0 bytes left")
 
-    patch.setattr("tierstore.tiers.persist.check_space", full)
+    patch.setattr("tierstore.tiers.persist.check_room_to_save", full)
 
 
 def close_at_last(store: tierstore.Store) -> None:

@@ -21,7 +21,7 @@ from tierstore.names import Attempt, part_name
 from tierstore.tiers.commit import commit
 from tierstore.tiers.copies import copy_checkpoint, document_replica, warn_only
 from tierstore.tiers.copying import CopyContext, Proof, copy_file, read_document
-from tierstore.tiers.space import check_space
+from tierstore.tiers.space_estimate import check_room
 from tierstore.tiers.tier import Tier
 from tierstore.tiers.view import AttemptView, further, observe, staging
 from tierstore.units import format_some
@@ -153,9 +153,12 @@ async def _carry(context: CopyContext, view: AttemptView, rank: int, target: Tie
     files = part.index.files()
     if target.unchanged_once:
         context.references.learned(attempt, files, part.index.block_nbytes, whole=part.world_size == 1)
-    await check_space(target, sum(f.nbytes for f in files) + len(data))
+    promise = await check_room(context, attempt, target, files, part.index.block_nbytes, besides=len(data), refer=True)
+    taken = len(data)
     for file in files:
-        await copy_file(context, attempt, target, sources, file, part.index.block_nbytes, warn_only, refer=True)
+        info = await copy_file(context, attempt, target, sources, file, part.index.block_nbytes, warn_only, refer=True)
+        taken += info.taken_nbytes
+    target.account.written(promise, taken)
     await target.storage.put(attempt.path(part_name(rank)), data)
     if not context.tiers.is_authority(target):
         reach("persist.before-receipt")

@@ -23,7 +23,7 @@ from tierstore.tiers.log_copies import copy_beside, copy_records
 from tierstore.tiers.log_facts import fold
 from tierstore.tiers.quantised import are_lossy_now, look_at_shards, lossy_files, put_document, quantising
 from tierstore.tiers.quarantine import quarantine
-from tierstore.tiers.space import check_space
+from tierstore.tiers.space_estimate import check_room
 from tierstore.tiers.tier import Tier
 from tierstore.tiers.view import AttemptView, further, staging
 
@@ -110,9 +110,19 @@ async def copy_payload(
         context.references.learned(attempt, shards, manifest.block_nbytes, whole=True)
     listing = await target.storage.children(attempt.folder)
     there = {f.path.rpartition("/")[2]: f.nbytes for f in listing.files}
-    await check_space(target, sum(f.nbytes for f in manifest.files if there.get(f.name) != f.nbytes))
-    on_damage = quarantining(context, view)
     wanted = quantising(target, manifest.facts, exact=exact)
+    missing = {f.name for f in manifest.files if there.get(f.name) != f.nbytes}
+    promise = await check_room(
+        context,
+        attempt,
+        target,
+        [file for file in shards if file.name in missing],
+        manifest.block_nbytes,
+        besides=sum(f.nbytes for f in manifest.files if f.kind != "shard" and f.name in missing),
+        lossy=bool(wanted.scheme),
+        refer=refer,
+    )
+    on_damage = quarantining(context, view)
     if wanted.why_exact:
         log.info("tier=%s checkpoint=%s is stored exact: %s", target.name, attempt.folder, wanted.why_exact)
     found = await look_at_shards(target, attempt, [file.name for file in shards if file.name in there])
@@ -147,6 +157,7 @@ async def copy_payload(
                 file=file.name,
             )
     copied[MANIFEST] = await _copy_manifest(context, view, target)
+    target.account.written(promise, sum(info.taken_nbytes for name, info in copied.items() if name in missing))
     return Copied(files=copied, quantised=quantised)
 
 

@@ -22,7 +22,8 @@ from tierstore.names import TMP, Attempt, part_name, shard_name
 from tierstore.storage.bandwidth import Bandwidth
 from tierstore.storage.contract import FileInfo, InMemory, Source, Storage
 from tierstore.storage.sources import LocalSource, StorageSource, ThrottledSource, bare_of, work_of
-from tierstore.tiers.space import SAVE_RESERVE_NBYTES, check_space
+from tierstore.tiers.space import SAVE_RESERVE_NBYTES
+from tierstore.tiers.space_estimate import check_room_to_save
 from tierstore.tiers.tier import Tier
 
 __all__ = ["HashingSource", "persist"]
@@ -223,7 +224,8 @@ async def persist(
     reach("persist.before-shard")
     written = await _taken_in(tier.storage, attempt.path(name), shard)
     try:
-        await check_space(tier, len(objects) + (shard.nbytes if written is None else 0), reserve_nbytes=reserve_nbytes)
+        nbytes = shard.nbytes if written is None else 0
+        promise = await check_room_to_save(attempt, tier, nbytes, besides=len(objects), home=authority, reserve_nbytes=reserve_nbytes)
     except TierFullError:
         if written is not None:
             await tier.storage.delete([attempt.path(name)])
@@ -246,6 +248,7 @@ async def persist(
             tier=tier.name,
             file=name,
         )
+    tier.account.written(promise, (written.taken_nbytes if nbytes else 0) + len(objects))
     reach("persist.after-shard")
 
     files = [FileEntry(name=name, nbytes=shard.nbytes, block_digests=digests)]

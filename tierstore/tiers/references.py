@@ -24,7 +24,7 @@ from tierstore.format.manifest import decode_manifest
 from tierstore.format.packed.types import packable
 from tierstore.format.record import Record
 from tierstore.names import MANIFEST, Attempt, attempt_of_log_path, log_root
-from tierstore.storage.contract import Unchanged, WritesPacked
+from tierstore.storage.contract import Storage, Unchanged, WritesPacked
 from tierstore.tiers.log import append, read_log
 from tierstore.tiers.log_facts import fold
 from tierstore.tiers.matching import BlockTable, Match, is_worth_it, match_blocks
@@ -32,7 +32,7 @@ from tierstore.tiers.referrers import attempt_of
 from tierstore.tiers.tier import Tier, Tiers
 from tierstore.tiers.view import staging
 
-__all__ = ["MOST_REFERRERS", "References", "record_reference"]
+__all__ = ["MOST_REFERRERS", "References", "committed_attempts", "record_reference"]
 
 log = logging.getLogger(__name__)
 
@@ -90,40 +90,49 @@ class References:
             block_nbytes: What is hashed as one, in bytes.
             clock: Dates records.
         """
-        storage = target.storage
-        if not (target.unchanged_once and isinstance(storage, WritesPacked) and packable(file.name) and file.nbytes):
-            return ()
-        if target.name in {tier.name for tier in staging(tiers)}:
-            return ()  # its name stands for many disks, and no log says what lies on them
         try:
-            return await self._unchanged(tiers, attempt, target, storage, file, block_nbytes, clock)
+            allowed = []
+            for owner, pieces in await self._found(tiers, attempt, target, file, block_nbytes):
+                async with self._turn(target):
+                    may = await self._may_refer(tiers, owner, target, attempt, clock)
+                allowed += pieces if may else []
+            return tuple(sorted(allowed, key=lambda piece: piece.begin))
         except TierStoreError as error:
             log.info("tier=%s checkpoint=%s file=%s is stored whole: %s", target.name, attempt.folder, file.name, error.message)
             return ()
 
-    async def _unchanged(
-        self, tiers: Tiers, attempt: Attempt, target: Tier, storage: WritesPacked, file: FileEntry, block_nbytes: int, clock: Clock
-    ) -> tuple[Unchanged, ...]:
-        turn = self._turns.setdefault(target.name, asyncio.Lock())
-        async with turn:  # the files of a checkpoint come together, and all want the same
+    async def unchanged_nbytes(self, tiers: Tiers, attempt: Attempt, target: Tier, file: FileEntry, block_nbytes: int) -> int:
+        """How many bytes of a file the target probably need not store, for it has them; nobody's log is told. As `unchanged` otherwise."""
+        try:
+            found = await self._found(tiers, attempt, target, file, block_nbytes)
+        except TierStoreError:
+            return 0
+        return sum(piece.end - piece.begin for _, pieces in found for piece in pieces)
+
+    def _turn(self, target: Tier) -> asyncio.Lock:
+        return self._turns.setdefault(target.name, asyncio.Lock())
+
+    async def _found(
+        self, tiers: Tiers, attempt: Attempt, target: Tier, file: FileEntry, block_nbytes: int
+    ) -> list[tuple[Attempt, list[Unchanged]]]:
+        """Whose bytes on the target those of a file are, as far as it is worth it."""
+        storage = target.storage
+        if not (target.unchanged_once and isinstance(storage, WritesPacked) and packable(file.name) and file.nbytes):
+            return []
+        if target.name in {tier.name for tier in staging(tiers)}:
+            return []  # its name stands for many disks, and no log says what lies on them
+        async with self._turn(target):  # the files of a checkpoint come together, and all want the same
             base = await self._base(tiers, attempt, target)
             if base is None:
-                return ()
+                return []
             table = await self._table(tiers, base, target, file.name)
         if table.block_nbytes != block_nbytes:
-            return ()
+            return []
         matches = await asyncio.to_thread(match_blocks, file, table)
         if not matches:
-            return ()
-        found = await _resolved(storage, base, matches)
-        allowed = []
-        for owner, pieces in _worth_it(found, file.nbytes):
-            if owner.run != attempt.run or owner.save_id >= attempt.save_id:
-                continue
-            async with turn:
-                may = await self._may_refer(tiers, owner, target, attempt, clock)
-            allowed += pieces if may else []
-        return tuple(sorted(allowed, key=lambda piece: piece.begin))
+            return []
+        found = _worth_it(await _resolved(storage, base, matches), file.nbytes)
+        return [(owner, pieces) for owner, pieces in found if owner.run == attempt.run and owner.save_id < attempt.save_id]
 
     async def _base(self, tiers: Tiers, attempt: Attempt, target: Tier) -> Attempt | None:
         """The newest that is whole on the target, of those that were saved earlier: so references never go in circles."""
@@ -133,7 +142,11 @@ class References:
             earlier = sorted((a for a in own if a.save_id < attempt.save_id), key=lambda a: a.save_id, reverse=True)
             base = await self._first_usable(tiers, earlier, target)
             if base is None:
-                listed = [a for a in await _committed(tiers, attempt.run) if a.save_id < attempt.save_id and a not in earlier]
+                listed = [
+                    a
+                    for a in await committed_attempts(tiers.authority.storage, attempt.run)
+                    if a.save_id < attempt.save_id and a not in earlier
+                ]
                 base = await self._first_usable(tiers, listed[:_CANDIDATES], target)
             _keep(self._bases, key, base)
             own[:] = [*own, attempt][-_CANDIDATES:]
@@ -245,10 +258,10 @@ async def record_reference(
     return (*seen, record), ""
 
 
-async def _committed(tiers: Tiers, run: str) -> list[Attempt]:
-    """The attempts with a fate by the authority's listing, the latest save first."""
+async def committed_attempts(storage: Storage, run: str) -> list[Attempt]:
+    """The attempts with a fate by a listing of the authority's storage, the latest save first."""
     found = set()
-    for info in await tiers.authority.storage.list(log_root(run)):
+    for info in await storage.list(log_root(run)):
         split = attempt_of_log_path(info.path)
         if split is not None and split[1] == "000000.json" and split[0].run == run:
             found.add(split[0])

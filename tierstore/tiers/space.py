@@ -6,6 +6,7 @@ What a tier with a capacity holds, only a listing of all of it tells. It is list
 from __future__ import annotations
 
 from tierstore.errors import TierFullError
+from tierstore.tiers.space_account import Promise
 from tierstore.tiers.tier import Tier
 
 __all__ = ["COPY_RESERVE_NBYTES", "SAVE_RESERVE_NBYTES", "check_space", "room_on", "used_on"]
@@ -47,16 +48,26 @@ async def room_on(tier: Tier) -> int | None:
     return left if free is None else min(left, free)
 
 
-async def check_space(tier: Tier, nbytes: int, *, reserve_nbytes: int = COPY_RESERVE_NBYTES) -> None:
+async def check_space(tier: Tier, nbytes: int, *, reserve_nbytes: int = COPY_RESERVE_NBYTES, raw_nbytes: int | None = None) -> Promise:
     """Refuses to begin what can't fit.
+
+    Args:
+        tier: Where it is to be written.
+        nbytes: So much, or what it probably comes to.
+        reserve_nbytes: Free space to leave.
+        raw_nbytes: What it is before it is packed, where `nbytes` is an estimate; for the error.
+
+    Returns:
+        What the tier's account was told, for who learns how much it really was.
 
     Raises:
         TierFullError: Says how many bytes are wanted and how many there are. Nothing was written.
     """
     free = await tier.storage.free_nbytes()
+    packed = "" if raw_nbytes is None else f" (about that, packed; {raw_nbytes} before)"
     if free is not None and nbytes + reserve_nbytes > free:
         raise TierFullError(
-            f"tier {tier.name!r} has {free} bytes free; {nbytes} are wanted, and {reserve_nbytes} stay in reserve",
+            f"tier {tier.name!r} has {free} bytes free; {nbytes} are wanted{packed}, and {reserve_nbytes} stay in reserve",
             hint=f"free space on {tier.storage.uri}, or let retention keep fewer checkpoints there; it is tried again by itself",
             tier=tier.name,
             wanted=nbytes,
@@ -68,10 +79,10 @@ async def check_space(tier: Tier, nbytes: int, *, reserve_nbytes: int = COPY_RES
             used = await used_on(tier)
         if used + nbytes > tier.capacity:
             raise TierFullError(
-                f"tier {tier.name!r} holds {used} of its {tier.capacity} bytes of capacity, {nbytes} more are wanted",
+                f"tier {tier.name!r} holds {used} of its {tier.capacity} bytes of capacity, {nbytes} more are wanted{packed}",
                 hint="raise the tier's capacity, or let retention keep fewer checkpoints there; it is tried again by itself",
                 tier=tier.name,
                 wanted=nbytes,
                 free=tier.capacity - used,
             )
-        tier.account.promise(nbytes)
+    return tier.account.promise(nbytes)

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-__all__ = ["SpaceAccount"]
+__all__ = ["Promise", "SpaceAccount"]
 
 FRESH_S = 60.0
 """So long a listing is reckoned on from where nothing tells what others write."""
 
 FRESH_LOCAL_S = 600.0
 """The same where the storage tells its free space, in which whatever anybody writes there shows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """What somebody was let write, in bytes, and how many listings had begun by then."""
+
+    nbytes: int
+    listings: int
 
 
 class SpaceAccount:
@@ -32,9 +41,11 @@ class SpaceAccount:
         """Bytes that this process was let write since the account was opened."""
         self._counted = 0
         """Of these the ones that were promised before the last listing began."""
+        self._listings = 0
 
     def begin(self) -> int:
         """Before a listing: a mark for `listed`. What is promised while it goes on is not in it."""
+        self._listings += 1
         return self._promised
 
     def listed(self, used: int, free: int | None, mark: int) -> None:
@@ -51,6 +62,12 @@ class SpaceAccount:
         gone = self._free - free if free is not None and self._free is not None else 0
         return self._used + max(self._promised - self._counted, gone)
 
-    def promise(self, nbytes: int) -> None:
+    def promise(self, nbytes: int) -> Promise:
         """Somebody was let write so many bytes."""
         self._promised += nbytes
+        return Promise(nbytes=nbytes, listings=self._listings)
+
+    def written(self, promise: Promise, nbytes: int) -> None:
+        """What was promised took up so many bytes. Where the tier was listed meanwhile, nothing is changed: the listing may count them."""
+        if promise.listings == self._listings:
+            self._promised += nbytes - promise.nbytes
