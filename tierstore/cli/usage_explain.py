@@ -71,7 +71,7 @@ def _storing(tier: TierConfig) -> Storing:
     return Storing(
         zstd=tier.codec.name == "zstd",
         master_once=tier.stores_master_once,
-        unchanged_once=tier.stores_unchanged_once and tier.quantise is None,
+        unchanged_once=tier.stores_unchanged_once,
         quantise=None if tier.quantise is None else tier.quantise.scheme,
     )
 

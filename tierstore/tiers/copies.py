@@ -23,6 +23,7 @@ from tierstore.tiers.log_copies import copy_beside, copy_records
 from tierstore.tiers.log_facts import fold
 from tierstore.tiers.quantised import are_lossy_now, look_at_shards, lossy_files, put_document, quantising
 from tierstore.tiers.quarantine import quarantine
+from tierstore.tiers.references import exact_where_referred
 from tierstore.tiers.space_estimate import check_room
 from tierstore.tiers.tier import Tier
 from tierstore.tiers.view import AttemptView, further, staging
@@ -128,13 +129,15 @@ async def copy_payload(
     found = await look_at_shards(target, attempt, [file.name for file in shards if file.name in there])
     again = {*anew, *found.damaged, *(() if wanted.scheme else found.lossy)}
 
+    hints = exact_where_referred(view.log, target.name, wanted.hints)
+
     async def shard(file: FileEntry) -> tuple[str, FileInfo]:
         sources = sources_of(context, view, target, file.name)
         if not sources and (left := set(view.log.quantised) - {target.name}):
             raise _only_quantised(view, file.name, target, sorted(left))
         absent = file.name not in there or file.name in again
         return file.name, await copy_file(
-            context, attempt, target, sources, file, manifest.block_nbytes, on_damage, absent=absent, hints=wanted.hints, refer=refer
+            context, attempt, target, sources, file, manifest.block_nbytes, on_damage, absent=absent, hints=hints, refer=refer
         )
 
     copied = dict(await all_or_none([shard(file) for file in shards]))

@@ -209,7 +209,9 @@ async def copy_file(
         context.progress(target.name, attempt, file.name, file.nbytes, file.nbytes)
         return there
     if refer:
-        unchanged = await context.references.unchanged(context.tiers, attempt, target, file, block_nbytes, clock=context.clock)
+        unchanged = await context.references.unchanged(
+            context.tiers, attempt, target, file, block_nbytes, clock=context.clock, lossy=not hints.exact
+        )
         hints = replace(hints, unchanged=unchanged) if unchanged else hints
     failures: list[tuple[Tier, TierStoreError]] = []
     for tier in sources:

@@ -94,7 +94,8 @@ class LogFacts:
     def refused_reference(self, tier: str, authority: str) -> str:
         """Why no file on the tier may begin to refer to its shards there; empty: it may.
 
-        Its copy there must be whole and exact, and must not have been let go; a reduced one's shards stay where the record says so.
+        Its copy there must be whole, and must not have been let go; a reduced one's shards stay where the record says so. Of a quantised
+        one, blocks that are exact there may be referred to.
         """
         if not self.committed:
             return "it is no checkpoint"
@@ -104,9 +105,7 @@ class LogFacts:
             return "its copy there was dropped"
         if tier != authority and tier not in self.replicated:
             return "it has no whole copy there"
-        if self.quarantined_on(tier):
-            return "its copy there was found damaged"
-        return "its copy there is not exact" if tier in self.quantised else ""
+        return "its copy there was found damaged" if self.quarantined_on(tier) else ""
 
     @property
     def dropped(self) -> frozenset[str]:

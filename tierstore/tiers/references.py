@@ -4,6 +4,10 @@ The newest checkpoint that is whole there is the base; its index says by digest 
 from a still earlier one, that one is referred to. Each checkpoint that is referred to says so in its log, by a record ``referenced``,
 before the file is published: from then on its shards stay on the tier for as long as the file may be read (`gc.referring`). Where that
 record is refused, or anything fails, the bytes are simply stored: a reference is never needed.
+
+Of a quantised copy the blocks that are exact serve as well. Who writes a shard of it anew writes it exact once somebody refers to it
+(`exact_where_referred`): what is configured to be quantised may have changed, and a block that was exact has to stay so. Whatever happens,
+who reads a reference proves it by the digest of its own block.
 """
 
 from __future__ import annotations
@@ -13,26 +17,27 @@ import bisect
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from tierstore.clock import Clock
 from tierstore.crashpoints import reach
 from tierstore.errors import IntegrityError, NotFoundError, StorageError, TierStoreError
-from tierstore.format.digest import block_digests, digest_of, file_digest
+from tierstore.format.digest import BLOCK_NBYTES, block_digests, digest_of, file_digest
 from tierstore.format.index import FileEntry, decode_index
 from tierstore.format.manifest import decode_manifest
 from tierstore.format.packed.types import packable
 from tierstore.format.record import Record
 from tierstore.names import MANIFEST, Attempt, attempt_of_log_path, log_root
-from tierstore.storage.contract import Storage, Unchanged, WritesPacked
+from tierstore.storage.contract import PackedFacts, PackHints, Storage, Unchanged, WritesPacked
 from tierstore.tiers.log import append, read_log
-from tierstore.tiers.log_facts import fold
+from tierstore.tiers.log_facts import LogFacts, fold
 from tierstore.tiers.matching import BlockTable, Match, is_worth_it, match_blocks
 from tierstore.tiers.referrers import attempt_of
 from tierstore.tiers.tier import Tier, Tiers
 from tierstore.tiers.view import staging
 
-__all__ = ["MOST_REFERRERS", "References", "committed_attempts", "record_reference"]
+__all__ = ["MOST_REFERRERS", "References", "committed_attempts", "exact_where_referred", "record_reference"]
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +83,7 @@ class References:
             self._tables.popitem(last=False)
 
     async def unchanged(
-        self, tiers: Tiers, attempt: Attempt, target: Tier, file: FileEntry, block_nbytes: int, *, clock: Clock
+        self, tiers: Tiers, attempt: Attempt, target: Tier, file: FileEntry, block_nbytes: int, *, clock: Clock, lossy: bool = False
     ) -> tuple[Unchanged, ...]:
         """The bytes of a file that the target has already, sorted; whoever they belong to has it in its log that they stay.
 
@@ -89,6 +94,7 @@ class References:
             file: The file, with its digests.
             block_nbytes: What is hashed as one, in bytes.
             clock: Dates records.
+            lossy: The file is to be quantised: then it takes whole blocks of a packed file only.
         """
         try:
             allowed = []
@@ -96,7 +102,8 @@ class References:
                 async with self._turn(target):
                     may = await self._may_refer(tiers, owner, target, attempt, clock)
                 allowed += pieces if may else []
-            return tuple(sorted(allowed, key=lambda piece: piece.begin))
+            ordered = sorted(allowed, key=lambda piece: piece.begin)
+            return tuple(_whole_blocks(ordered, file.nbytes) if lossy else ordered)
         except TierStoreError as error:
             log.info("tier=%s checkpoint=%s file=%s is stored whole: %s", target.name, attempt.folder, file.name, error.message)
             return ()
@@ -258,6 +265,11 @@ async def record_reference(
     return (*seen, record), ""
 
 
+def exact_where_referred(facts: LogFacts, tier: str, hints: PackHints) -> PackHints:
+    """How a checkpoint's shards are written on a tier, where `hints` says how else: exact, if others take bytes from them there."""
+    return replace(hints, exact=True, scheme=None) if facts.referenced.get(tier) else hints
+
+
 async def committed_attempts(storage: Storage, run: str) -> list[Attempt]:
     """The attempts with a fate by a listing of the authority's storage, the latest save first."""
     found = set()
@@ -299,32 +311,69 @@ async def _read_files(tiers: Tiers, base: Attempt, target: Tier, records: Sequen
 async def _resolved(storage: WritesPacked, base: Attempt, matches: Sequence[Match]) -> dict[Attempt, list[Unchanged]]:
     """Where the matched bytes really lie: in the base's files, or where those take them from; by checkpoint.
 
-    A file that is not exact, or not there, is taken nothing from.
+    Of a file with blocks that are not exact only the others are taken, and nothing is taken from one that is not there.
     """
-    exact: dict[str, bool] = {}
+    known: dict[str, PackedFacts | None] = {}
 
-    async def is_exact(path: str) -> bool:
-        if path not in exact:
-            try:
-                facts = await storage.packed_facts(path)
-                exact[path] = facts is None or not facts.lossy
-            except NotFoundError:
-                exact[path] = False
-        return exact[path]
+    async def facts_of(path: str) -> PackedFacts | None:
+        if path not in known:
+            known[path] = await storage.packed_facts(path)
+        return known[path]
 
     found: dict[Attempt, list[Unchanged]] = {}
     for name in dict.fromkeys(match.name for match in matches):
         path = base.path(name)
-        if not await is_exact(path):
-            continue
         own = [match for match in matches if match.name == name]
         begin, end = min(m.source for m in own), max(m.source + m.end - m.begin for m in own)
-        origins = sorted(await storage.origins(path, begin, end), key=lambda origin: origin.begin)
+        try:
+            await facts_of(path)
+            origins = sorted(await storage.origins(path, begin, end), key=lambda origin: origin.begin)
+        except NotFoundError:
+            continue
         for piece in (piece for match in own for piece in _split(match, path, origins)):
             owner = attempt_of(piece.path.rpartition("/")[0])
-            if owner is not None and await is_exact(piece.path):
-                found.setdefault(owner, []).append(piece)
+            if owner is None:
+                continue
+            try:
+                facts = await facts_of(piece.path)
+            except NotFoundError:
+                continue
+            found.setdefault(owner, []).extend(_exact(piece, facts))
     return found
+
+
+def _exact(piece: Unchanged, facts: PackedFacts | None) -> Iterator[Unchanged]:
+    """What of it lies in blocks of its source that are exact."""
+    if facts is None or not facts.lossy:
+        yield piece
+        return
+    size, shift, at = facts.block_nbytes, piece.begin - piece.source, piece.source
+    stop = piece.source + piece.end - piece.begin
+    for number in sorted(n for n in facts.lossy if n * size < stop and (n + 1) * size > piece.source):
+        if number * size > at:
+            yield Unchanged(begin=at + shift, end=number * size + shift, path=piece.path, source=at)
+        at = max(at, (number + 1) * size)
+    if at < stop:
+        yield Unchanged(begin=at + shift, end=stop + shift, path=piece.path, source=at)
+
+
+def _whole_blocks(pieces: Sequence[Unchanged], nbytes: int) -> Iterator[Unchanged]:
+    """What of the sorted pieces of a file of `nbytes` bytes fills whole blocks of a packed file, together.
+
+    Those are proved by their digests. Were the rest of a block quantised, nothing would prove what it takes from others.
+    """
+    at = 0
+    while at < len(pieces):
+        last = at
+        while last + 1 < len(pieces) and pieces[last + 1].begin == pieces[last].end:
+            last += 1
+        begin = -(-pieces[at].begin // BLOCK_NBYTES) * BLOCK_NBYTES
+        end = pieces[last].end if pieces[last].end == nbytes else pieces[last].end // BLOCK_NBYTES * BLOCK_NBYTES
+        for piece in pieces[at : last + 1]:
+            low, high = max(piece.begin, begin), min(piece.end, end)
+            if low < high:
+                yield replace(piece, begin=low, end=high, source=piece.source + low - piece.begin)
+        at = last + 1
 
 
 def _split(match: Match, path: str, origins: Sequence[Unchanged]) -> Iterator[Unchanged]:

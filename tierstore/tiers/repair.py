@@ -35,6 +35,7 @@ from tierstore.tiers.mending_logs import mend_log_copies, mend_record
 from tierstore.tiers.progress import Progress
 from tierstore.tiers.quantised import QuantisedReader, generation_of, known_scheme, look_at_shards, lossy_files, put_document
 from tierstore.tiers.quarantine import quarantine
+from tierstore.tiers.references import exact_where_referred
 from tierstore.tiers.sources import sources_of
 from tierstore.tiers.tier import Tier, Tiers, ensure_tier
 from tierstore.tiers.together import together
@@ -280,6 +281,7 @@ async def _repair_copy(
     others, exact = [s.tier for s in sources], [s.tier for s in sources if s.quantised is None]
     told = info.quantised_on(tier.name)
     hints = PackHints(exact=True) if told is None else PackHints(scheme=known_scheme(told))
+    hints = exact_where_referred(fold(records), tier.name, hints)
     unproved = any(f.code == "V124" for f in findings)
     wanted = {f.file: f for f in findings if f.file and f.code in (*_WRITTEN, *_PROVED)}
     whole, share = any(f.code == "V113" for f in findings), _is_share(info, tier)

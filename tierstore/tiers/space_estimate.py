@@ -69,7 +69,7 @@ async def check_room(
         if not isinstance(target.storage, WritesPacked):
             raise
         same = 0
-        for file in shards if refer and not lossy else ():
+        for file in shards if refer else ():
             same += await context.references.unchanged_nbytes(context.tiers, attempt, target, file, block_nbytes)
         share = await _share_taken(
             context.tiers.authority.storage, attempt.run, target, home=context.tiers.is_authority(target), lossy=lossy
