@@ -529,6 +529,19 @@ def test_the_document_keeps_what_it_was_given() -> None:
     )
     assert quantised_text({"scheme": "q4", "max_error": 4.474}) == "q4 (steps off by 4.5 of their RMS at worst)"
     assert quantised_text({}) == "quantised"
+    assert quantised_text({"scheme": "q8", "max_error": float("nan"), "mean_error": float("nan")}).endswith("was not measured)")
+
+
+def test_errors_that_nobody_can_measure_are_not_told_as_none(place: Place, config: dict[str, Any]) -> None:
+    """Second moments below zero are stored as they are, the first ones beside them quantised: there is no step that could be off."""
+    state = adam_state(1)
+    state["optim"]["w"]["exp_avg_sq"] = -1 - state["optim"]["w"]["exp_avg_sq"]
+    with place.open(config) as store:
+        store.save(1, state).wait("far", timeout=60)
+    with place.session(config) as session:
+        told = info_of(session).quantised_on("far")
+    assert told is not None
+    assert quantised_text(told) == "q8 (how far steps are off was not measured)"
 
 
 @pytest.mark.parametrize(

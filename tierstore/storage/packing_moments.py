@@ -89,8 +89,10 @@ class Moments:
         data = covering(extras, first, first + piece.end - piece.begin)
         return None if data is None else np.frombuffer(data, dtype="<f4")
 
-    def measure(self, piece: Piece, stretch: Stretch, begin: int, exact: _Floats, made: _Floats, extras: Sequence[Extra]) -> UpdateError:
-        """How far the steps of a piece of first moments are off.
+    def measure(
+        self, piece: Piece, stretch: Stretch, begin: int, exact: _Floats, made: _Floats, extras: Sequence[Extra]
+    ) -> UpdateError | None:
+        """How far the steps of a piece of first moments are off; None: they are steps of no optimizer, so that nobody can say.
 
         Args:
             piece: In the block at `begin`.
@@ -106,6 +108,8 @@ class Moments:
             return update_errors(exact, one, made, one)
         decoded = self._decoded_second(piece, stretch, begin, v, extras)
         steps = np.isfinite(v) & (v >= 0)  # the others are no steps of any optimizer, and are stored as they are
+        if not steps.any():
+            return None
         if not steps.all():
             exact, v, made, decoded = exact[steps], v[steps], made[steps], decoded[steps]
         return update_errors(exact, v, made, decoded)

@@ -137,6 +137,8 @@ def quantised_text(told: Mapping[str, Any]) -> str:
     errors = [f"by {mean * 100:.2g} % on average"] if mean is not None else []
     errors += [f"by {worst:.2g} of their RMS at worst"] if worst is not None else []
     scheme = str(told.get("scheme") or "quantised")
+    if not errors and {"mean_error", "max_error"} & set(told):
+        return f"{scheme} (how far steps are off was not measured)"
     return f"{scheme} (steps off {', '.join(errors)})" if errors else scheme
 
 
