@@ -72,6 +72,18 @@ def test_what_goes_back_to_a_quantised_copy_says_so_and_why_it_is_exact(saved: P
     assert "complete, exact: the training was resumed from a quantised copy" in shown
 
 
+def test_repair_names_the_quantised_copy_that_is_left_and_the_way_on(saved: Path) -> None:
+    for path in [p for name in ("node", "shared") for p in (saved.parent / name).rglob("shard-*")]:
+        path.unlink()
+    result = CliRunner().invoke(app, ["-c", str(saved), "repair"], env={"COLUMNS": "160"})
+    assert result.exit_code
+    told = " ".join(result.output.split())
+    assert "only a quantised copy is left, on far" in told
+    assert (
+        "load another step, or the quantised copy on far (it loads, with a warning), and save what was loaded as a new checkpoint" in told
+    )
+
+
 def test_recover_says_that_only_a_quantised_copy_is_left(saved: Path) -> None:
     for name in ("node", "shared"):
         shutil.rmtree(saved.parent / name)

@@ -119,6 +119,10 @@ def _tell(cli: Cli, report: RepairReport) -> None:
         cli.terminal.show(Text.assemble(("next: ", "cyan"), f"{command}  {why}"))
     if bad and not report.dry_run:
         remedy = "bring back every tier that holds a copy, and repair again; else load another step"
+        if left := sorted({tier for lost in report.unmended for tier in lost.quantised}):
+            remedy += (
+                f", or the quantised copy on {', '.join(left)} (it loads, with a warning), and save what was loaded as a new checkpoint"
+            )
         cli.terminal.show(Text.assemble(("next: ", "cyan"), remedy))
 
 

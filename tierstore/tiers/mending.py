@@ -50,7 +50,10 @@ class Mended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unmended:
-    """A file that could not be mended, and why. `blocks` are good on no tier, `tensors` lie in them; it was left as it is."""
+    """A file that could not be mended, and why. `blocks` are good on no tier, `tensors` lie in them; it was left as it is.
+
+    `quantised`: tiers with a quantised copy, from which nothing is mended, where no exact one has these blocks.
+    """
 
     attempt: Attempt
     tier: str
@@ -58,6 +61,7 @@ class Unmended:
     reason: str
     blocks: tuple[int, ...] = ()
     tensors: tuple[str, ...] = ()
+    quantised: tuple[str, ...] = ()
     exit_code: int = IntegrityError.exit_code
 
 

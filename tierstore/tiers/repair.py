@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tierstore.clock import Clock
@@ -316,7 +316,9 @@ async def _repair_copy(
                 reason = "this copy is quantised, and no tier has an exact one that it could be made anew from"
                 return Unmended(attempt=attempt, tier=tier.name, file=name, reason=reason)
             own = told is None
-            return await mend_shard(context, attempt, tier, exact, entry, index, bad=bad, dry_run=dry_run, hints=hints, own=own)
+            result = await mend_shard(context, attempt, tier, exact, entry, index, bad=bad, dry_run=dry_run, hints=hints, own=own)
+            left = [s.tier.name for s in sources if s.quantised is not None]
+            return result if isinstance(result, Mended) else _only_quantised(result, left)
 
         async def document(name: str, proof: Proof) -> Mended | Unmended:
             return await mend_document(context, attempt, tier, others, name, proof, made=made.get(name), dry_run=dry_run)
@@ -340,6 +342,13 @@ async def _repair_copy(
             await _record(repairing, info, tier, records, manifest, results, unproved=unproved)
         except TierStoreError as error:
             repairing.take(Unmended(attempt=attempt, tier=tier.name, file="", reason=error.message, exit_code=error.exit_code))
+
+
+def _only_quantised(lost: Unmended, lossy: Sequence[str]) -> Unmended:
+    """The same, naming the tiers with quantised copies where no exact one is good: nothing is mended from them, but they can be loaded."""
+    if not (lost.blocks and lossy):
+        return lost
+    return replace(lost, reason=f"{lost.reason}; only a quantised copy is left, on {', '.join(lossy)}", quantised=tuple(lossy))
 
 
 async def _quarantine(repairing: _Repairing, info: CheckpointInfo, tier: Tier, damaged: Mapping[str, str]) -> None:
