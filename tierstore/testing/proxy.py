@@ -96,7 +96,7 @@ class CuttingProxy:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tierstore-proxy", daemon=True)
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self.requests: list[tuple[str, str]] = []
         self.body_nbytes = 0
         self.endpoint_url = ""
@@ -135,15 +135,21 @@ class CuttingProxy:
     async def _stop(self) -> None:
         if self._server is not None:
             self._server.close()
-        for task in self._connections:
+        connections = dict(self._connections)
+        for task in connections:
             task.cancel()
-        if self._connections:
-            await asyncio.wait(self._connections)
+        if connections:
+            await asyncio.wait(connections)
+        for writer in connections.values():
+            writer.transport.abort()  # a task that was cancelled before it began has not done so
+        await asyncio.sleep(0)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.ensure_future(self._connect(reader, writer))
+        self._connections[task] = writer
+        task.add_done_callback(lambda done: self._connections.pop(done, None))
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         upstream: asyncio.StreamWriter | None = None
         pumps: list[asyncio.Task[None]] = []
         try:
@@ -163,7 +169,6 @@ class CuttingProxy:
             for one in (writer, upstream):
                 if one is not None:
                     one.transport.abort()
-            self._connections.discard(task)
 
     async def _forward(
         self, reader: asyncio.StreamReader, upstream: asyncio.StreamWriter, back: asyncio.StreamWriter, waiting: deque[_Exchange]
