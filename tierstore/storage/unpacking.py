@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from tierstore.errors import FormatError, IntegrityError, NotFoundError
-from tierstore.format.packed.frame import decode_frame
+from tierstore.format.packed.frame import FrameDecoder
 from tierstore.format.packed.rounding import round_into
 from tierstore.storage._threads import DaemonPool
 from tierstore.storage.contract import MadeFrom, Storage
@@ -56,6 +56,7 @@ class Unpacker:
         self._pool = DaemonPool(threads, "tierstore-unpack")
         self._threads = threads
         self._decoded = Decoded()
+        self._decoder = FrameDecoder()
         self._lock = threading.Lock()
         self._by_loop: dict[int, _Here] = {}
 
@@ -185,7 +186,7 @@ class Unpacker:
         try:
             if promised is not None and hashlib.sha256(frame).digest() != promised:
                 raise FormatError("its frame is not what the footer promises", hint="")
-            if decode_frame(frame, block, holes) and promised is None:
+            if self._decoder.decode(frame, block, holes) and promised is None:
                 raise FormatError("its frame is not exact, and the footer does not say so", hint="")
         except FormatError as error:
             raise IntegrityError(

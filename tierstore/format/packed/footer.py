@@ -204,6 +204,11 @@ def _check(nbytes: int, block_nbytes: int, files: tuple[object, ...], columns: C
         check_relative(path)  # type: ignore[arg-type]  # refuses what is no text
     if (problem := _problem_of_runs(nbytes, len(files), columns)) is not None:
         raise FormatError(f"the footer has a run that {problem}", hint=_HINT)
+    begins, ends = (columns[f"run_{name}"].astype(np.int64) for name in ("begins", "ends"))
+    first = np.searchsorted(ends, lossy * block_nbytes, side="right")
+    there = first < len(begins)
+    if (begins[first[there]] < (lossy[there] + 1) * block_nbytes).any():  # its own frame alone proves such a block
+        raise FormatError("the footer has a run in a block that is not exact", hint=_HINT)
 
 
 def _problem_of_runs(nbytes: int, files: int, columns: Columns) -> str | None:

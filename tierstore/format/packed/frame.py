@@ -9,6 +9,7 @@ import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, Literal
 
 import numpy as np
@@ -17,11 +18,11 @@ import zstandard
 
 from tierstore.errors import FormatError
 from tierstore.format.digest import Buffer
-from tierstore.format.packed.planes import Array, items_of, join_planes, plane_of, rotate_top
+from tierstore.format.packed.planes import SCRATCH_NBYTES, Array, items_of, join_planes, plane_of, rotate_top
 from tierstore.format.packed.types import Piece, Quantised
 from tierstore.format.quantise import decode_moment, encode_moment, encoded_nbytes
 
-__all__ = ["FrameEncoder", "decode_frame", "is_lossy"]
+__all__ = ["FrameDecoder", "FrameEncoder", "decode_frame", "is_lossy"]
 
 _SEGMENT = struct.Struct("<BBHI")  # flags, bytes of a number, planes, bytes of the raw file
 _PLANE = struct.Struct("<BBHI")  # coding, bytes of each number, 0, bytes here
@@ -189,33 +190,47 @@ def _plain(data: memoryview) -> list[Buffer]:
     return [_SEGMENT.pack(0, 1, 1, data.nbytes), _PLANE.pack(_RAW, 1, 0, data.nbytes), data]
 
 
+class FrameDecoder:
+    """Decodes frames; may be used by any number of threads at once. Each keeps what it needs for the next frame."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def decode(self, frame: Buffer, target: memoryview, holes: Sequence[tuple[int, int]] = ()) -> bool:
+        """Decodes a frame into `target`, the block's memory, leaving `holes` as they are.
+
+        It takes up no more memory than a few times the longest segment, whatever the frame says.
+
+        Args:
+            frame: The whole frame.
+            target: Writable, as long as the block.
+            holes: Ranges of the block that runs cover, sorted, without overlaps.
+
+        Returns:
+            Whether something in it is not exactly what was encoded.
+
+        Raises:
+            FormatError: The frame is not one of this block; parts of `target` may have been written.
+        """
+        view, into = memoryview(frame).cast("B"), memoryview(target).cast("B")
+        tools: _Tools | None = getattr(self._local, "tools", None)
+        if tools is None:
+            tools = self._local.tools = _Tools()
+        reader = _Reader(view=view, tools=tools)
+        lossy = False
+        for begin, end in list(_gaps(into.nbytes, holes)):
+            while begin < end:
+                nbytes, inexact = _decode_segment(reader, into[begin:end])
+                lossy |= inexact
+                begin += nbytes
+        if reader.at != view.nbytes:
+            raise FormatError(f"a frame has {view.nbytes - reader.at:,} bytes too many", hint=_HINT)
+        return lossy
+
+
 def decode_frame(frame: Buffer, target: memoryview, holes: Sequence[tuple[int, int]] = ()) -> bool:
-    """Decodes a frame into `target`, the block's memory, leaving `holes` as they are.
-
-    It takes up no more memory than a few times the longest segment, whatever the frame says.
-
-    Args:
-        frame: The whole frame.
-        target: Writable, as long as the block.
-        holes: Ranges of the block that runs cover, sorted, without overlaps.
-
-    Returns:
-        Whether something in it is not exactly what was encoded.
-
-    Raises:
-        FormatError: The frame is not one of this block; parts of `target` may have been written.
-    """
-    view, into = memoryview(frame).cast("B"), memoryview(target).cast("B")
-    reader = _Reader(view=view)
-    lossy = False
-    for begin, end in list(_gaps(into.nbytes, holes)):
-        while begin < end:
-            nbytes, inexact = _decode_segment(reader, into[begin:end])
-            lossy |= inexact
-            begin += nbytes
-    if reader.at != view.nbytes:
-        raise FormatError(f"a frame has {view.nbytes - reader.at:,} bytes too many", hint=_HINT)
-    return lossy
+    """`FrameDecoder.decode` of a single frame."""
+    return FrameDecoder().decode(frame, target, holes)
 
 
 def is_lossy(frame: Buffer) -> bool:
@@ -224,7 +239,7 @@ def is_lossy(frame: Buffer) -> bool:
     Raises:
         FormatError: It is no frame.
     """
-    reader = _Reader(view=memoryview(frame).cast("B"))
+    reader = _Reader(view=memoryview(frame).cast("B"), tools=_Tools())
     while reader.at < reader.view.nbytes:
         flags, _, count, _ = _SEGMENT.unpack(reader.take(_SEGMENT.size))
         if flags & _LOSSY:
@@ -244,13 +259,25 @@ def _gaps(nbytes: int, holes: Iterable[tuple[int, int]]) -> Iterator[tuple[int, 
     yield at, nbytes
 
 
+class _Tools:
+    """What a thread decodes with, made when it is first needed."""
+
+    @cached_property
+    def decompressor(self) -> zstandard.ZstdDecompressor:
+        return zstandard.ZstdDecompressor()
+
+    @cached_property
+    def scratch(self) -> Array:
+        return np.empty(SCRATCH_NBYTES, np.uint8)
+
+
 @dataclass(slots=True, kw_only=True)
 class _Reader:
     """Takes the frame's bytes one after the other."""
 
     view: memoryview
+    tools: _Tools
     at: int = 0
-    decompressor: zstandard.ZstdDecompressor | None = None
 
     def take(self, nbytes: int) -> memoryview:
         if nbytes > self.view.nbytes - self.at:
@@ -265,13 +292,11 @@ class _Reader:
             return data
         if coding != _ZSTD:
             raise FormatError(f"a plane of {nbytes:,} bytes can't be {stored:,} bytes of coding {coding}", hint=_HINT)
-        if self.decompressor is None:
-            self.decompressor = zstandard.ZstdDecompressor()
         try:
             said = zstandard.get_frame_parameters(data)
             if said.content_size != nbytes or said.dict_id:
                 raise FormatError(f"a plane of {nbytes:,} bytes says that it has {said.content_size:,}", hint=_HINT)
-            made = self.decompressor.decompress(data, max_output_size=nbytes, allow_extra_data=False)
+            made = self.tools.decompressor.decompress(data, max_output_size=nbytes, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise FormatError(f"a plane can't be decompressed: {error}", hint=_HINT) from error
         if len(made) != nbytes:
@@ -301,7 +326,7 @@ def _decode_segment(reader: _Reader, into: memoryview) -> tuple[int, bool]:
         raise FormatError(f"planes {widths} are none of numbers of {itemsize} bytes", hint=_HINT)
     items = nbytes // itemsize
     planes = [items_of(reader.plane(coding, stored, items * width), width) for coding, width, _, stored in heads]
-    join_planes(planes, into, itemsize, rotated=flags == _ROTATED)
+    join_planes(planes, into, itemsize, rotated=flags == _ROTATED, scratch=reader.tools.scratch)
     return nbytes, False
 
 

@@ -16,9 +16,12 @@ import numpy.typing as npt
 
 from tierstore.format.digest import Buffer
 
-__all__ = ["Array", "items_of", "join_planes", "plane_of", "rotate_top"]
+__all__ = ["SCRATCH_NBYTES", "Array", "items_of", "join_planes", "plane_of", "rotate_top"]
 
 Array = npt.NDArray[Any]
+
+SCRATCH_NBYTES = 128 << 10
+"""What joining planes needs, in bytes: with as much of the numbers, and of the planes, it stays in a core's own cache."""
 
 _TYPES: Mapping[int, np.dtype[Any]] = MappingProxyType({1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")})
 
@@ -51,24 +54,54 @@ def rotate_top(items: Array) -> tuple[Array, Array]:
     return rotated.astype(np.uint8), high
 
 
-def join_planes(planes: Sequence[Array], target: memoryview, itemsize: int, *, rotated: bool) -> None:
+def join_planes(planes: Sequence[Array], target: memoryview, itemsize: int, *, rotated: bool, scratch: Array | None = None) -> None:
     """Fills `target` with the numbers that `planes` (lowest first, as `items_of` types them) are of.
 
-    If `rotated`, the last two are one byte wide.
+    Some at a time, so that they, and what is made of them, stay in a core's cache.
+
+    Args:
+        planes: If `rotated`, the last two are one byte wide.
+        target: Writable bytes.
+        itemsize: Of the numbers, in bytes.
+        rotated: As of `rotate_top`.
+        scratch: `SCRATCH_NBYTES` of memory, as bytes, that nobody else uses meanwhile; None: it is made.
     """
     if len(planes) == 1:
         target[:] = planes[0].view(np.uint8).data
         return
-    if rotated:
-        low, high = planes[-2].astype(np.uint16), planes[-1].astype(np.uint16)
-        top = low >> np.uint16(1)
-        low <<= np.uint16(15)
-        top |= low
-        high <<= np.uint16(7)
-        top |= high
-        planes = [*planes[:-2], top]
-    at = 0
-    for plane in planes:
-        place = items_of(target, plane.itemsize)
-        place[at // plane.itemsize :: itemsize // plane.itemsize] = plane
-        at += plane.itemsize
+    numbers = items_of(target, itemsize)
+    room = (np.empty(SCRATCH_NBYTES, np.uint8) if scratch is None else scratch).view(numbers.dtype.newbyteorder("="))
+    for begin in range(0, numbers.size, room.size):
+        some = slice(begin, begin + room.size)
+        made = numbers[some]
+        _join([plane[some] for plane in planes], made, room[: made.size], rotated=rotated)
+
+
+def _join(planes: Sequence[Array], made: Array, more: Array, *, rotated: bool) -> None:
+    number = made.dtype.type
+    lower = planes[:-2] if rotated else planes
+    place = 0
+    for plane in lower:
+        if place:
+            more[:] = plane
+            np.left_shift(more, number(8 * place), out=more)
+            np.bitwise_or(made, more, out=made)
+        else:
+            made[:] = plane
+        place += plane.itemsize
+    if not rotated:
+        return
+    low, high = planes[-2:]
+    more[:] = low
+    if place:
+        # The sign to the top, and the rest to the right by one, in one multiplication.
+        np.multiply(more, number((1 << (8 * place + 15)) + (1 << (8 * place - 1))), out=more)
+        np.bitwise_and(more, number(0xFFFF << (8 * place)), out=more)
+        np.bitwise_or(made, more, out=made)
+    else:
+        np.right_shift(more, number(1), out=made)
+        np.left_shift(more, number(15), out=more)
+        np.bitwise_or(made, more, out=made)
+    more[:] = high
+    np.left_shift(more, number(8 * place + 7), out=more)
+    np.bitwise_or(made, more, out=made)
