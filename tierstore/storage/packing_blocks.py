@@ -112,7 +112,9 @@ class BlockEncoder:
         begin, end = self.extent(number)
         runs = list(self._copied(begin, end))
         differs: list[str] = []
-        for stretch in self._within(begin, end):
+        # A block that is not exact is proved by its own frame alone: nothing in it may come from another one.
+        lossy = any(stretch.name in self._moments.names for stretch in self._within(begin, end))
+        for stretch in () if lossy else self._within(begin, end):
             master = self._masters.get(stretch.name) if stretch.name and stretch.name not in given_up else None
             if master is not None:
                 found, same = self._rounded(stretch, master, begin, end, block, extras, runs)

@@ -53,6 +53,7 @@ def footers(draw: st.DrawFn) -> Footer:
     if runs and runs[-1].end + 10 < nbytes and nbytes > 5000:
         runs.append(Run(begin=nbytes - 4, end=nbytes, kind="bfloat16", file=0, source=0))
     lossy = draw(st.sets(st.integers(0, blocks - 1), max_size=4)) if blocks else set()
+    lossy -= {block for run in runs for block in range(run.begin // BLOCK, -(-run.end // BLOCK))}  # these have no runs
     return Footer(
         nbytes=nbytes,
         block_nbytes=BLOCK,
@@ -62,6 +63,18 @@ def footers(draw: st.DrawFn) -> Footer:
         lossy={block: bytes([block]) * 32 for block in sorted(lossy)},
         quantised={"exp_avg.x": {"scheme": "q8", "mean_error": 0.01}} if lossy else {},
     )
+
+
+def test_a_block_that_is_not_exact_takes_nothing_from_elsewhere() -> None:
+    def footer(begin: int) -> Footer:
+        run = Run(begin=begin, end=begin + 8, kind="bfloat16", file=0, source=0)
+        return Footer(nbytes=3 * BLOCK, block_nbytes=BLOCK, frame_ends=np.array([9, 10, 11]), runs=(run,), lossy={1: bytes(32)})
+
+    for begin in (BLOCK - 8, 2 * BLOCK):
+        encode_footer(footer(begin))
+    for begin in (BLOCK - 4, BLOCK, BLOCK + 100, 2 * BLOCK - 2):
+        with pytest.raises(UsageError, match="a run in a block that is not exact"):
+            encode_footer(footer(begin))
 
 
 @given(footers(), st.binary(max_size=50))
