@@ -55,7 +55,7 @@ class Kind:
 
 
 def run(repeat: int, model: str, directory: Path | None, without: Mapping[str, str]) -> list[Table]:
-    state = trained_state(model)
+    state = {named(key): tensor for key, tensor in trained_state(model).items()}
     nbytes = sum(tensor.nbytes for tensor in state.values())
     up = Table("Promotion from the disk to S3", nbytes, RAW, key="packed.promote")
     up_cpu = Table("The same, seconds of the client's processor", nbytes, RAW, key="packed.promote.cpu")
@@ -123,6 +123,12 @@ def run(repeat: int, model: str, directory: Path | None, without: Mapping[str, s
 
                 turns.attempt(name, tables, measure_load)
     return tables
+
+
+def named(key: str) -> str:
+    """``exp_avg.layer.weight`` becomes ``layer.weight.exp_avg``, as optimizers name it: by that it is known what may be quantised."""
+    group, _, name = key.partition(".")
+    return f"{name}.{group}" if group.startswith("exp_avg") else key
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:

@@ -107,8 +107,22 @@ def _machine(document: dict[str, Any]) -> str:
         ("load before each suite", ", ".join(f"{name} {suite['load_average']}" for name, suite in document["suites"].items())),
         ("not done", ", ".join(f"{n}: {s['ended']}" for n, s in document["suites"].items() if s["ended"] != "done") or "nothing"),
     ]
+    others = [
+        (f"{name}: run", f"{suite['at']}, revision {suite['revision'] or 'unknown'}, {_differences(suite.get('machine') or {}, machine)}")
+        for name, suite in document["suites"].items()
+        if suite.get("revision", document["revision"]) != document["revision"]
+    ]
+    rows += others
     facts = [(name, value) for suite in document["suites"].values() for name, value in suite["facts"].items()]
     return "\n".join([_line(["", ""]), _line(["---", "---"]), *(_line([name, str(value)]) for name, value in [*rows, *facts])])
+
+
+def _differences(there: dict[str, Any], here: dict[str, Any]) -> str:
+    """What is another machine's, of the facts that one line can tell."""
+    told = [
+        f"{key}: {there[key]}" for key in ("processor", "cores", "memory", "disk", "kernel") if key in there and there[key] != here[key]
+    ]
+    return "; ".join(told) or "on this machine"
 
 
 def _peers(tables: Iterable[Table]) -> str:

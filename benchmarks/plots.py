@@ -49,6 +49,8 @@ PICTURES = [
     ),
     Picture(name="codec-encode", key="codec.state.encode.1", title="Encoding AdamW's state, seconds of the processor"),
     Picture(name="codec-decode", key="codec.state.decode.1", title="Decoding AdamW's state, seconds of the processor"),
+    Picture(name="packed-promote", key="packed.promote", title="Promotion from the disk to an S3 server on the same cores"),
+    Picture(name="packed-load", key="packed.load", title="Load everything from S3, packed and raw"),
     Picture(
         name="quantise-drift",
         key="quantise.drift",

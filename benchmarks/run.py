@@ -51,6 +51,8 @@ class Ran:
     tables: list[Table] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     output: str = ""
+    revision: str = ""
+    machine: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -62,6 +64,8 @@ class Ran:
             "facts": self.facts,
             "tables": [table.as_json() for table in self.tables],
             "output": self.output.splitlines(),
+            "revision": self.revision,
+            "machine": self.machine,
         }
 
 
@@ -168,7 +172,10 @@ def main() -> int:
     output.parent.mkdir(parents=True, exist_ok=True)
     limit_s = args.limit or (SHORT_S if args.short else TOTAL_S)
     installed.use()
-    document = _begin(output if args.merge else None, args)
+    directory = args.directory or CACHE
+    directory.mkdir(parents=True, exist_ok=True)
+    revision, here = _revision(), machine(directory)
+    document = _begin(output if args.merge else None, bool(args.short), revision, here)
     began = time.monotonic()
     for suite in chosen:
         left = limit_s - (time.monotonic() - began)
@@ -181,6 +188,7 @@ def main() -> int:
         if ran.ended != "done":
             print(f"{suite.name}: {ran.ended}", flush=True)
             _show_partial(ran)
+        ran.revision, ran.machine = revision, here
         document["suites"][suite.name] = ran.as_json()
         _write(document, output)
     print(f"\n==== targets ({time.monotonic() - began:.0f} s in all; load average before each suite: {_loads(document)})\n")
@@ -196,22 +204,16 @@ def tables_of(document: dict[str, Any]) -> list[Table]:
     return [Table.of_json(table) for suite in document["suites"].values() for table in suite["tables"]]
 
 
-def _begin(merged: Path | None, args: argparse.Namespace) -> dict[str, Any]:
-    suites: dict[str, Any] = {}
+def _begin(merged: Path | None, short: bool, revision: str, here: dict[str, Any]) -> dict[str, Any]:
+    """What results begin with; suites that others are merged into keep when, of what and on which machine they were measured."""
     if merged is not None and merged.exists():
-        suites = json.loads(merged.read_text(encoding="utf-8"))["suites"]
-    directory = args.directory or CACHE
-    directory.mkdir(parents=True, exist_ok=True)
-    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "version": 1,
-        "at": now(),
-        "revision": revision,
-        "short": bool(args.short),
-        "machine": machine(directory),
-        "suites": suites,
-        "targets": [],
-    }
+        found: dict[str, Any] = json.loads(merged.read_text(encoding="utf-8"))
+        return found
+    return {"version": 1, "at": now(), "revision": revision, "short": short, "machine": here, "suites": {}, "targets": []}
+
+
+def _revision() -> str:
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _write(document: dict[str, Any], output: Path) -> None:

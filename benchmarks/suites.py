@@ -70,6 +70,14 @@ SUITES = [
         contest=True,
         takes=("--nbytes", "--repeat"),
     ),
+    Suite(
+        name="packed",
+        full=("--repeat", "5"),
+        short=("--repeat", "1", "--model", "demo"),
+        limit_s=200,
+        contest=True,
+        takes=("--repeat", "--directory"),
+    ),
     _sized("reshard", "64MiB 1", "8MiB 1", 150),
     Suite(name="quantise", short=("--short",), limit_s=600, takes=()),
 ]

@@ -13,6 +13,7 @@ Measure = Callable[[Tables], "tuple[float, str] | None"]
 
 OURS, MEMORY, ALONE = "tierstore", "tierstore, memory tier before the disk", "tierstore, persist alone (image to disk)"
 IN_PLACE = "tierstore, in place"
+PACKED, QUANTISED = "codec: zstd, master_once", "codec: zstd, master_once, quantise: q8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +178,24 @@ TARGETS = [
     Target(what="load from S3: share of the best raw client's speed", bound=0.9, measure=over("s3.load", _S3, of_kind("limit"))),
     Target(what="load from S3: DCP FsspecReader takes longer", bound=3, measure=over("s3.load", _S3, named("DCP Fsspec"))),
     Target(what="rows 1/8 from S3 behind 20 ms: FsspecReader takes longer", bound=5, measure=over("s3.rows", _S3, named("DCP Fsspec"))),
+    Target(
+        what="promotion to S3 with codec zstd + master_once: of raw",
+        bound=1.0,
+        most=True,
+        measure=under("packed.promote", PACKED, named("raw", exact=True)),
+    ),
+    Target(
+        what="load from S3 with codec zstd + master_once: of raw",
+        bound=1.1,
+        most=True,
+        measure=under("packed.load", PACKED, named("raw", exact=True)),
+    ),
+    Target(
+        what="promotion to S3 with quantise q8: of raw",
+        bound=1.0,
+        most=True,
+        measure=under("packed.promote", QUANTISED, named("raw", exact=True)),
+    ),
     Target(what="extra host memory of a save beyond the image", bound=64, most=True, unit="MiB", measure=value("save.extra", OURS, MEMORY)),
     Target(what="import tierstore", bound=0.15, most=True, unit="s", measure=value("import", "import tierstore")),
     Target(what="tierstore ls on a local store", bound=0.3, most=True, unit="s", measure=value("import", "tierstore ls, local store")),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -20,6 +23,9 @@ from tierstore.storage.packing_rules import QuantiseRule
 __all__ = ["Measured", "Moments", "base_name", "is_quantised", "merged", "zero_mask"]
 
 _Floats = npt.NDArray[np.float32]
+
+_KEPT = 8
+"""Blocks of second moments, as float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +53,7 @@ class Moments:
         self.names: dict[str, Stretch] = {}
         """What is quantised, by name."""
         self._second: dict[str, Stretch] = {}
+        self._decoded = _Decoded()
         if rule is None:
             return
         self._scheme = _known(scheme or rule.scheme)
@@ -122,22 +129,27 @@ class Moments:
         last = first + piece.end - piece.begin
         found: _Floats = v.copy()
         for block in range(first // self._block, -(-last // self._block)):
-            origin = block * self._block
-            for part, of in pieces_of((second,), max(origin, second.begin), min(origin + self._block, second.end)):
-                at = max(origin, second.begin) + part.begin
-                part = Piece(begin=at - origin, end=at + part.end - part.begin - origin, itemsize=part.itemsize, rotated=False)
-                how = self.quantised(part, of, origin)
-                data = covering(extras, at, at + part.end - part.begin)
-                if how is None or data is None:
-                    continue
-                numbers = np.frombuffer(data, dtype="<f4")
-                coded = encode_moment(numbers, how)
-                if coded is None:
-                    continue
-                made = decode_moment(coded, numbers.size, how)
-                low, high = max(at, first), min(at + 4 * numbers.size, last)
+            for at, made in self._decoded.of((second.name, block), lambda block=block: self._decode_block(second, block, extras)):  # type: ignore[misc]
+                low, high = max(at, first), min(at + 4 * made.size, last)
                 if low < high:
                     found[(low - first) // 4 : (high - first) // 4] = made[(low - at) // 4 : (high - at) // 4]
+        return found
+
+    def _decode_block(self, second: Stretch, block: int, extras: Sequence[Extra]) -> list[tuple[int, _Floats]]:
+        """What is made again of the second moments in one block: where in the file, and the numbers; what is kept exactly is left out."""
+        origin = block * self._block
+        found = []
+        for part, of in pieces_of((second,), max(origin, second.begin), min(origin + self._block, second.end)):
+            at = max(origin, second.begin) + part.begin
+            part = Piece(begin=at - origin, end=at + part.end - part.begin - origin, itemsize=part.itemsize, rotated=False)
+            how = self.quantised(part, of, origin)
+            data = covering(extras, at, at + part.end - part.begin)
+            if how is None or data is None:
+                continue
+            numbers = np.frombuffer(data, dtype="<f4")
+            coded = encode_moment(numbers, how)
+            if coded is not None:
+                found.append((at, decode_moment(coded, numbers.size, how)))
         return found
 
     def facts(self, errors: Mapping[str, UpdateError | None]) -> dict[str, Mapping[str, Any]]:
@@ -148,6 +160,34 @@ class Moments:
             measured = {} if error is None else {"max_error": _finite(error.max), "mean_error": _finite(error.mean)}
             told[name] = {"scheme": self._scheme, "kind": kind, **measured}
         return told
+
+
+class _Decoded:
+    """Blocks of second moments as they will be read, of those used last: two blocks of first moments need most of them. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks: OrderedDict[tuple[str, int], Future[list[tuple[int, _Floats]]]] = OrderedDict()
+
+    def of(self, key: tuple[str, int], make: Callable[[], list[tuple[int, _Floats]]]) -> list[tuple[int, _Floats]]:
+        """The block, made by whoever is first to want it."""
+        with self._lock:
+            found = self._blocks.get(key)
+            if found is not None:
+                self._blocks.move_to_end(key)
+            else:
+                mine = self._blocks[key] = Future()
+                if len(self._blocks) > _KEPT:
+                    self._blocks.popitem(last=False)
+        if found is not None:
+            return found.result()
+        try:
+            mine.set_result(make())
+        except BaseException as error:  # noqa: BLE001  told to all who wait for it
+            mine.set_exception(error)
+            with self._lock:
+                self._blocks.pop(key, None)
+        return mine.result()
 
 
 def zero_mask(v: _Floats | None) -> npt.NDArray[np.bool_] | None:

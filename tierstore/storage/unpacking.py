@@ -33,6 +33,7 @@ _DEEPEST = 8
 """So many runs that are made of runs are followed."""
 _FOLLOWED, _FOLLOWED_PARTS = 3, 64
 """So deep, and of no range with more parts, runs are followed only to order reads."""
+_SPARE_UNIT_NBYTES = 1 << 20
 _PLAIN_BLOCK_NBYTES = 1 << 20
 
 Prove = Callable[[int, memoryview], None]
@@ -148,16 +149,11 @@ class Unpacker:
         numbers = range(begin // size, -(-end // size))
         taken = [number for number in numbers if known.is_taken_from(*known.block(number))]
         parts = {n: list(known.parts(max(begin, known.block(n)[0]), min(end, known.block(n)[1]))) for n in numbers}
-        frames, sources = _Frames(), _Sources()
+        sources = _Sources()
         there: Blocks = {}
 
         async def shared() -> None:
             there.update(await self._own(path, known.form, known, size, taken))
-
-        jobs: list[Awaitable[None]] = [shared()] if taken else []
-        jobs += [self._frames(known, group, frames) for group in _groups(known, [n for n in numbers if n not in set(taken)])]
-        jobs += [self._sources(path, known, part, sources, depth) for part in _joined(parts)]
-        await all_or_none(jobs)
 
         def work(number: int) -> None:
             first, last = known.block(number)
@@ -175,7 +171,12 @@ class Unpacker:
             if proofs is not None:
                 proofs.filled(low, high)
 
-        await self._in_threads(work, numbers)
+        with _Frames(self._here().spare) as frames:
+            jobs: list[Awaitable[None]] = [shared()] if taken else []
+            jobs += [self._frames(known, group, frames) for group in _groups(known, [n for n in numbers if n not in set(taken)])]
+            jobs += [self._sources(path, known, part, sources, depth) for part in _joined(parts)]
+            await all_or_none(jobs)
+            await self._in_threads(work, numbers)
 
     def _decode(self, path: str, known: Known, number: int, frames: _Frames, block: memoryview) -> None:
         """Decodes a block's frame, but for what runs cover."""
@@ -198,7 +199,7 @@ class Unpacker:
 
     async def _frames(self, known: Known, extent: tuple[int, int], frames: _Frames) -> None:
         begin, end = extent
-        data = np.empty(end - begin, dtype=np.uint8).data
+        data = frames.memory(end - begin)
         await self._inner.read_into(known.form.path, begin, data)
         frames.add(begin, data)
 
@@ -284,9 +285,10 @@ class Unpacker:
         if known is None:
             await self._inner.read_into(form.path, begin, memory)
         else:
-            packed, frames = known, _Frames()
-            await all_or_none([self._frames(packed, group, frames) for group in _groups(packed, numbers)])
-            await self._in_threads(lambda number: self._decode(path, packed, number, frames, blocks[number]), numbers)
+            packed = known
+            with _Frames(self._here().spare) as frames:
+                await all_or_none([self._frames(packed, group, frames) for group in _groups(packed, numbers)])
+                await self._in_threads(lambda number: self._decode(path, packed, number, frames, blocks[number]), numbers)
         for key in keys:
             self._decoded.put(key, blocks[key[2]])
         return blocks
@@ -321,14 +323,53 @@ class _Here:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.batches = asyncio.Semaphore(_BATCHES)
+        self.spare = _Spare()
         self.flights = Flights()
 
 
-class _Frames:
-    """Extents of a packed file that were read."""
+class _Spare:
+    """Memory that frames were read into, kept for the next ones: fresh memory costs as much as what is done in it."""
 
     def __init__(self) -> None:
+        self.users = 0
+        self._free: list[memoryview] = []
+
+    def take(self, nbytes: int) -> memoryview:
+        for number, memory in enumerate(self._free):
+            if memory.nbytes >= nbytes:
+                return self._free.pop(number)
+        return np.empty(-(-nbytes // _SPARE_UNIT_NBYTES) * _SPARE_UNIT_NBYTES, dtype=np.uint8).data
+
+    def give_back(self, memories: Sequence[memoryview]) -> None:
+        self._free += memories
+        if not self.users:
+            self._free.clear()  # nobody reads: it would only be held
+
+
+class _Frames:
+    """Extents of a packed file that were read, as long as they are needed."""
+
+    def __init__(self, spare: _Spare) -> None:
+        self._spare = spare
+        self._memories: list[memoryview] = []
         self._extents: list[tuple[int, memoryview]] = []
+
+    def __enter__(self) -> _Frames:
+        self._spare.users += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._spare.users -= 1
+        memories, self._memories = self._memories, []
+        self._extents.clear()
+        if error[0] is None:  # else somebody may still be reading into it
+            self._spare.give_back(memories)
+
+    def memory(self, nbytes: int) -> memoryview:
+        """Memory for an extent."""
+        memory = self._spare.take(nbytes)
+        self._memories.append(memory)
+        return memory[:nbytes]
 
     def add(self, begin: int, data: memoryview) -> None:
         self._extents.append((begin, data))
