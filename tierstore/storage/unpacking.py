@@ -13,13 +13,13 @@ import numpy as np
 
 from tierstore.errors import FormatError, IntegrityError, NotFoundError
 from tierstore.format.packed.frame import FrameDecoder
-from tierstore.format.packed.rounding import round_into
 from tierstore.storage._threads import DaemonPool
 from tierstore.storage.contract import MadeFrom, Storage
 from tierstore.storage.packed_names import Form, is_packable
 from tierstore.storage.tasks import all_or_none, to_the_end
 from tierstore.storage.unpacking_cache import Blocks, Decoded, Flights, Key
 from tierstore.storage.unpacking_footers import Footers, Known, Part
+from tierstore.storage.unpacking_memory import Frames, Sources, Spare, copy_bytes, fill
 
 __all__ = ["Unpacker"]
 
@@ -33,7 +33,6 @@ _DEEPEST = 8
 """So many runs that are made of runs are followed."""
 _FOLLOWED, _FOLLOWED_PARTS = 3, 64
 """So deep, and of no range with more parts, runs are followed only to order reads."""
-_SPARE_UNIT_NBYTES = 1 << 20
 _PLAIN_BLOCK_NBYTES = 1 << 20
 
 Prove = Callable[[int, memoryview], None]
@@ -149,7 +148,7 @@ class Unpacker:
         numbers = range(begin // size, -(-end // size))
         taken = [number for number in numbers if known.is_taken_from(*known.block(number))]
         parts = {n: list(known.parts(max(begin, known.block(n)[0]), min(end, known.block(n)[1]))) for n in numbers}
-        sources = _Sources()
+        sources = Sources()
         there: Blocks = {}
 
         async def shared() -> None:
@@ -166,19 +165,19 @@ class Unpacker:
                 if block is None:
                     block = np.empty(last - first, dtype=np.uint8).data
                     self._decode(path, known, number, frames, block)
-                _copy(into, block[low - first : high - first])
-            _fill(into, low, parts[number], sources)
+                copy_bytes(into, block[low - first : high - first])
+            fill(into, low, parts[number], sources)
             if proofs is not None:
                 proofs.filled(low, high)
 
-        with _Frames(self._here().spare) as frames:
+        with Frames(self._here().spare) as frames:
             jobs: list[Awaitable[None]] = [shared()] if taken else []
             jobs += [self._frames(known, group, frames) for group in _groups(known, [n for n in numbers if n not in set(taken)])]
             jobs += [self._sources(path, known, part, sources, depth) for part in _joined(parts)]
             await all_or_none(jobs)
             await self._in_threads(work, numbers)
 
-    def _decode(self, path: str, known: Known, number: int, frames: _Frames, block: memoryview) -> None:
+    def _decode(self, path: str, known: Known, number: int, frames: Frames, block: memoryview) -> None:
         """Decodes a block's frame, but for what runs cover."""
         first, last = known.block(number)
         holes = [(begin - first, end - first) for begin, end in known.holes(first, last)]
@@ -197,7 +196,7 @@ class Unpacker:
                 block=number,
             ) from error
 
-    async def _frames(self, known: Known, extent: tuple[int, int], frames: _Frames) -> None:
+    async def _frames(self, known: Known, extent: tuple[int, int], frames: Frames) -> None:
         begin, end = extent
         data = frames.memory(end - begin)
         await self._inner.read_into(known.form.path, begin, data)
@@ -205,7 +204,7 @@ class Unpacker:
 
     # Runs
 
-    async def _sources(self, path: str, known: Known, part: Part, sources: _Sources, depth: int) -> None:
+    async def _sources(self, path: str, known: Known, part: Part, sources: Sources, depth: int) -> None:
         """Gets the bytes that a part of a run is made of."""
         if depth >= _DEEPEST:
             raise self._lost(path, part, path, f"takes them from others, more than {_DEEPEST} times over")
@@ -286,7 +285,7 @@ class Unpacker:
             await self._inner.read_into(form.path, begin, memory)
         else:
             packed = known
-            with _Frames(self._here().spare) as frames:
+            with Frames(self._here().spare) as frames:
                 await all_or_none([self._frames(packed, group, frames) for group in _groups(packed, numbers)])
                 await self._in_threads(lambda number: self._decode(path, packed, number, frames, blocks[number]), numbers)
         for key in keys:
@@ -323,101 +322,8 @@ class _Here:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.batches = asyncio.Semaphore(_BATCHES)
-        self.spare = _Spare()
+        self.spare = Spare()
         self.flights = Flights()
-
-
-class _Spare:
-    """Memory that frames were read into, kept for the next ones: fresh memory costs as much as what is done in it."""
-
-    def __init__(self) -> None:
-        self.users = 0
-        self._free: list[memoryview] = []
-
-    def take(self, nbytes: int) -> memoryview:
-        for number, memory in enumerate(self._free):
-            if memory.nbytes >= nbytes:
-                return self._free.pop(number)
-        return np.empty(-(-nbytes // _SPARE_UNIT_NBYTES) * _SPARE_UNIT_NBYTES, dtype=np.uint8).data
-
-    def give_back(self, memories: Sequence[memoryview]) -> None:
-        self._free += memories
-        if not self.users:
-            self._free.clear()  # nobody reads: it would only be held
-
-
-class _Frames:
-    """Extents of a packed file that were read, as long as they are needed."""
-
-    def __init__(self, spare: _Spare) -> None:
-        self._spare = spare
-        self._memories: list[memoryview] = []
-        self._extents: list[tuple[int, memoryview]] = []
-
-    def __enter__(self) -> _Frames:
-        self._spare.users += 1
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._spare.users -= 1
-        memories, self._memories = self._memories, []
-        self._extents.clear()
-        if error[0] is None:  # else somebody may still be reading into it
-            self._spare.give_back(memories)
-
-    def memory(self, nbytes: int) -> memoryview:
-        """Memory for an extent."""
-        memory = self._spare.take(nbytes)
-        self._memories.append(memory)
-        return memory[:nbytes]
-
-    def add(self, begin: int, data: memoryview) -> None:
-        self._extents.append((begin, data))
-
-    def of(self, begin: int, end: int) -> memoryview:
-        """Those bytes; they are among what was read."""
-        if begin == end:
-            return memoryview(b"")
-        return next(data[begin - at : end - at] for at, data in self._extents if at <= begin and end <= at + data.nbytes)
-
-
-class _Sources:
-    """What runs are made of."""
-
-    def __init__(self) -> None:
-        self._found: list[tuple[int, int, int, Sequence[tuple[int, memoryview]]]] = []
-
-    def add(self, file: int, begin: int, end: int, pieces: Sequence[tuple[int, memoryview]]) -> None:
-        self._found.append((file, begin, end, pieces))
-
-    def pieces(self, file: int, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
-        """The bytes ``[begin, end)`` of a file, in pieces with their places."""
-        pieces = next(pieces for of, first, last, pieces in self._found if of == file and first <= begin and end <= last)
-        for at, piece in pieces:
-            low, high = max(begin, at), min(end, at + piece.nbytes)
-            if low < high:
-                yield low, piece[low - at : high - at]
-
-
-def _fill(target: memoryview, begin: int, parts: Sequence[Part], sources: _Sources) -> None:
-    """Makes the bytes of runs in `target`, that begins at `begin` of the raw file."""
-    for part in parts:
-        into = target[part.begin - begin : part.end - begin]
-        pieces = list(sources.pieces(part.file, part.source, part.source_end))
-        if part.kind == "copy":
-            for at, piece in pieces:
-                _copy(into[at - part.source : at - part.source + piece.nbytes], piece)
-            continue
-        if any((at - part.source) % 4 for at, _ in pieces):
-            pieces = [(part.source, memoryview(b"".join(piece for _, piece in pieces)))]
-        whole = into
-        if part.skipped or 2 * into.nbytes != part.source_end - part.source:
-            whole = memoryview(bytearray((part.source_end - part.source) // 2))
-        for at, piece in pieces:
-            low = (at - part.source) // 2
-            round_into(piece, whole[low : low + piece.nbytes // 2], part.kind)
-        if whole is not into:
-            _copy(into, whole[part.skipped : part.skipped + into.nbytes])
 
 
 def _joined(parts: Mapping[int, Sequence[Part]]) -> list[Part]:
@@ -434,11 +340,6 @@ def _joined(parts: Mapping[int, Sequence[Part]]) -> list[Part]:
         else:
             joined.append(part)
     return joined
-
-
-def _copy(target: memoryview, data: memoryview) -> None:
-    if target.nbytes:
-        np.frombuffer(target, dtype=np.uint8)[:] = np.frombuffer(data, dtype=np.uint8)
 
 
 def _batches(known: Known, begin: int, end: int) -> Iterator[tuple[int, int]]:
