@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import zstandard
 from format_mutations import damaged
+from frames_kit import BLOCK, noise, normal, one_piece, packed
 from hypothesis import example, given
 from hypothesis import strategies as st
-from packed_kit import BLOCK, noise, normal, one_piece, packed
 
 from tierstore.errors import FormatError
 from tierstore.format.packed.frame import FrameEncoder, decode_frame, is_lossy

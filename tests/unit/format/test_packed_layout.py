@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from frames_kit import BLOCK, normal
 from hypothesis import given
 from hypothesis import strategies as st
-from packed_kit import BLOCK, normal
 
 from tierstore.format.dtypes import DTYPES
 from tierstore.format.header import HeaderTensor, ShardHeader, encode_header, parse_header

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from packed_kit import noise, normal
+from frames_kit import noise, normal
 
 from tierstore.format.digest import digest_of
 from tierstore.format.header import parse_header
