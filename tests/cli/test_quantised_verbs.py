@@ -32,7 +32,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def call(config: Path, *arguments: str) -> Result:
-    result = CliRunner().invoke(app, ["-c", str(config), *arguments], env={"COLUMNS": "160"})
+    result = CliRunner().invoke(app, ["-c", str(config), *arguments], env={"COLUMNS": "400"})
     assert result.exit_code == 0, result.output
     return result
 
