@@ -556,6 +556,22 @@ def test_a_blocked_save_is_answered_when_no_tier_takes_the_ones_before(tmp_path:
             worker.submit(save_job(new_attempt("r", 2)))
 
 
+def test_a_save_that_is_tried_again_still_tells_why_no_tier_took_it(tmp_path: Path) -> None:
+    """While the next try was under way the reason was only "being written to pfs": what to mend was told by luck."""
+    job = save_job(new_attempt("r", 1))
+    with working(tmp_path, SHORT, replace(FAST, patience_s=0.1, max_inflight=job.nbytes)) as (worker, session):
+        hook(session, "nvme", Gate("write", error=lambda: TemporaryError("no disk")))
+        refusing = hook(session, "pfs", Gate("write", error=lambda: TemporaryError("the share is gone")))
+        worker.submit(job)
+        assert refusing.reached.wait(20)
+        holding = hook(session, "pfs", Gate("write"))
+        assert holding.reached.wait(20)  # the second try is under way
+        with pytest.raises(DeadlineError, match=r"being written to pfs.*nvme: no disk; pfs: the share is gone"):
+            worker.submit(save_job(new_attempt("r", 2)))
+        holding.open.set()
+        hook(session, "nvme", Gate())
+
+
 def test_skip_oldest_skips_an_image_that_is_refused_while_the_next_save_waits(tmp_path: Path) -> None:
     """The rule was asked once, while the image was being written, and never again: training stood still."""
     job = save_job(new_attempt("r", 1))

@@ -158,7 +158,8 @@ class Engine:
                     for name, refusal in refusals.items():
                         save.ticket.fail(refusal, levels=[name])  # it is past that tier: who waits for it would wait for ever
                     return
-            save.reason = f"failed, tried again: no tier takes it ({'; '.join(f'{name}: {e.message}' for name, e in refusals.items())})"
+            save.refused = "; ".join(f"{name}: {e.message}" for name, e in refusals.items())
+            save.reason = f"failed, tried again: no tier takes it ({save.refused})"
             self.queue.yield_turn(save)
             self.tending.quiet()
             await happens(self.wake, backoff.next_s())
@@ -185,7 +186,7 @@ class Engine:
         job = save.job
         await ensure_tier(self.tiers, tier)
         await still_there(self.tiers, tier)
-        save.reason = f"being written to {tier.name}"
+        save.reason = f"being written to {tier.name}" + (f", tried again: no tier took it ({save.refused})" if save.refused else "")
         with telling(self.context.progress, tier.name, job.attempt, shard_name(job.rank, job.world_size), job.shard) as told:
             await persist(
                 tier,

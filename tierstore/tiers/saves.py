@@ -32,6 +32,8 @@ class Save:
     """A lane saw that it expired."""
     released: bool = False
     reason: str = "its turn"
+    refused: str = ""
+    """What each tier said when it was last offered to all of them; empty while it was not refused by all."""
     failing_since: float | None = None
     """When every tier refused it for the first time, in seconds of `time.monotonic`; None while none did."""
     reported: str = ""
