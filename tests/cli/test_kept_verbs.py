@@ -67,7 +67,8 @@ def test_the_bytes_of_a_deleted_checkpoint_are_told_to_be_kept_and_for_whom(save
     assert "leftovers" not in text(saved, "du")
     assert "bytes of 1 deleted checkpoint are kept for others" in text(saved, "status")
     assert "10" not in [value.get("step") for value in values(saved, "ls")]
-    assert "it was deleted" in call(saved, "show", "@10", code=4).output
+    assert "1 committed, 1 deleted but for bytes that others take" in text(saved, "ls")
+    assert "it was deleted; its bytes on far are kept for step 20" in call(saved, "tensors", "@10", code=4).output
     assert not [value for value in values(saved, "verify", "--level", "full") if value["type"] == "finding"]
 
 
@@ -75,3 +76,34 @@ def test_a_dropped_copy_says_for_whom_its_bytes_stay(saved: Path) -> None:
     assert "its bytes on far are kept for step 20" in text(saved, "evict", "@10", "--tier", "far", "--yes")
     assert "dropped; its bytes are kept for step 20" in text(saved, "show", "@10")
     assert "dropped; its bytes are kept for step 20" in text(saved, "explain", "@10")
+
+
+def test_show_tells_whose_bytes_a_copy_takes_and_who_takes_its_own_also_when_it_was_deleted(saved: Path) -> None:
+    assert "far taken from step 10 3MiB" in text(saved, "show", "@20")
+    assert "far taken by step 20: these shards stay here while that lives" in text(saved, "show", "@10")
+    takes = {v["tier"]: v["takes"] for v in values(saved, "show", "@20") if v["type"] == "replica"}
+    assert [(one["step"], one["nbytes"], one["missing"]) for one in takes["far"]] == [(10, 3 << 20, [])]
+    assert takes["shared"] == []
+    serves = {v["tier"]: [one["step"] for one in v["serves"]] for v in values(saved, "show", "@10") if v["type"] == "replica"}
+    assert serves == {"shared": [], "far": [20]}
+    assert {v["step"]: v["serves"] for v in values(saved, "ls")} == {20: {}, 10: {"far": [20]}}
+
+    call(saved, "prune", "--yes")
+    assert "taken from step 10 (expired)" in text(saved, "show", "@20")
+    call(saved, "gc", "--now", "--yes")
+    assert "taken from step 10 (deleted; these bytes stay) 3MiB" in text(saved, "show", "@20")
+    deleted = text(saved, "show", "@10")
+    assert "it can't be loaded or taken back; only shards are left" in deleted
+    assert "far shards, kept for step 20" in deleted
+    assert "shared nothing" in deleted
+    (gone,) = [v for v in values(saved, "show", "@10") if v["type"] == "gone"]
+    assert gone["kept"] == {"far": [20]}
+    (left,) = [v for v in values(saved, "show", "@10") if v["type"] == "replica" and v["tier"] == "far"]
+    assert left["taken_nbytes"] == sum(path.stat().st_size for path in (saved.parent / "far/sft").glob("step-0000000010-*/shard-*"))
+
+    for shard in (saved.parent / "far/sft").glob("step-0000000010-*/shard-*"):
+        shard.unlink()
+    assert "is not there, run `tierstore verify`" in text(saved, "show", "@20")
+    for shard in (saved.parent / "far/sft").glob("step-0000000020-*/shard-*"):
+        shard.write_bytes(shard.read_bytes()[:-5])
+    assert "taken from others, but not looked up" in text(saved, "show", "@20")

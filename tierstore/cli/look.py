@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from tierstore.cli.find import find_checkpoint
+from tierstore.cli.find import find_attempts, find_checkpoint
 from tierstore.cli.options import Cli
 from tierstore.cli.render import (
     TIER_MARKS,
@@ -22,6 +22,7 @@ from tierstore.cli.render import (
     facts_table,
     plain_table,
 )
+from tierstore.cli.unchanged import Bytes, look_at_bytes, show_bytes, show_reduced
 from tierstore.clock import parse_utc, when_text
 from tierstore.errors import NotFoundError, TierStoreError, UsageError
 from tierstore.format.companions import Companion, companions_in
@@ -46,23 +47,34 @@ Ref = Annotated[str, typer.Argument(metavar="REF", help="RUN@12000, RUN@latest, 
 
 
 def show(cli: Cli, ref: Ref = "latest") -> int:
-    """Show one checkpoint: its facts, files, replicas and log."""
+    """Show one checkpoint: its facts, files, replicas and log; also one that was deleted, where others still take bytes from it."""
     cli.refuse_names("show is about all tiers")
     with cli.session() as session:
-        catalog, info = find_checkpoint(session, ref)
+        found = find_attempts(session, [ref])[0]
+        catalog, info = found.catalog, found.info
+        if info is None:
+            reduced = [one for attempt, one in catalog.reduced.items() if attempt.step == found.attempt.step]
+            if not reduced:
+                find_checkpoint(session, ref)  # raises: nothing is left of it
+            for one in reduced:
+                show_reduced(cli.terminal, session, catalog, one)
+                _show_log(cli, one.records)
+            return 0
         tiers = session.tiers
         copies = pending(catalog, tiers)
         try:
             replica, failure = session.run(open_replica(session.tiers, info, run=session.run)), None
         except TierStoreError as error:  # the log can be shown all the same; the error is raised after that
             replica, failure = None, error
+        unchanged = look_at_bytes(session, catalog, info.attempt, info.serves)
     manifest = replica.manifest if replica else None
     _show_facts(cli, info, manifest)
     if manifest is not None:
         _show_files(cli, manifest)
     due = [c.tier for c in copies if c.attempt == info.attempt]
     why = {tier.name: quantising(tier, manifest.facts).why_exact if manifest else "" for tier in tiers}
-    _show_replicas(cli, info, [(tier.name, tier.uri) for tier in session.config.tiers], due, why)
+    _show_replicas(cli, info, [(tier.name, tier.uri) for tier in session.config.tiers], due, why, unchanged)
+    show_bytes(cli.terminal, catalog, unchanged)
     _show_log(cli, info.records)
     cli.terminal.emit(
         {
@@ -130,9 +142,14 @@ def _show_files(cli: Cli, manifest: Manifest) -> None:
 
 
 def _show_replicas(
-    cli: Cli, info: CheckpointInfo, tiers: Sequence[tuple[str, str]], due: Sequence[str], why_exact: Mapping[str, str]
+    cli: Cli,
+    info: CheckpointInfo,
+    tiers: Sequence[tuple[str, str]],
+    due: Sequence[str],
+    why_exact: Mapping[str, str],
+    unchanged: Mapping[str, Bytes],
 ) -> None:
-    """`tiers`: name and URI; `why_exact`: why a tier that quantises has, or gets, an exact copy."""
+    """`tiers`: name and URI; `why_exact`: why a tier that quantises has, or gets, an exact copy; `unchanged`: shared bytes."""
     table = plain_table("TIER", "STATE", ("STORED", "right"), "WHERE", fold=("STATE", "WHERE"))
     for name, uri in tiers:
         state = info.replicas.get(name, "pending" if name in due else "")
@@ -160,6 +177,7 @@ def _show_replicas(
                 "uri": uri,
                 "taken_nbytes": taken,
                 "quantised": dict(quantised) if quantised is not None else None,
+                **unchanged[name].value(),
             }
         )
     cli.terminal.show("", table)

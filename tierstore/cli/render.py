@@ -109,6 +109,7 @@ def catalog_summary(catalog: Catalog) -> Text:
         "expired": sum(c.hidden and not c.superseded for c in catalog.checkpoints),
         "incomplete": len(catalog.incomplete),
         "condemned": len(catalog.condemned),
+        "deleted but for bytes that others take": sum(bool(one.serves) for one in catalog.reduced.values()),
     }
     told = ", ".join(f"{count} {name}" for name, count in counts.items() if count or name == "committed")
     return Text.assemble(("run ", ""), (catalog.run, "bold"), f"   {told}")
@@ -142,6 +143,7 @@ def checkpoint_value(info: CheckpointInfo, pending: Sequence[Copy] = ()) -> dict
         "tiers": dict(info.replicas),
         "taken_nbytes": {tier: info.taken_on(tier) for tier, state in info.replicas.items() if state in ("complete", "quantised")},
         "quantised": {tier: dict(told) for tier in info.replicas if (told := info.quantised_on(tier)) is not None},
+        "serves": {tier: [one.step for one in referrers] for tier, referrers in info.serves.items()},
         "pending": [c.tier for c in pending if c.attempt == info.attempt],
         "metrics": dict(info.metrics),
         "tags": list(info.tags),

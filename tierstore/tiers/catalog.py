@@ -18,7 +18,7 @@ from tierstore.names import Attempt, Reference
 from tierstore.tiers.checkpoint import CheckpointInfo, IncompleteAttempt, Reduced, ReplicaState
 from tierstore.tiers.listing import runs
 from tierstore.tiers.record_cache import RecordCache
-from tierstore.tiers.referrers import Known, fold_references
+from tierstore.tiers.referrers import Known, fold_references, kept_text
 from tierstore.tiers.scanning import scan_attempts
 from tierstore.tiers.tier import Tiers
 
@@ -164,6 +164,8 @@ class Catalog:
                     return f" that can be read: {attempt.unreadable}"
                 missing = f"; rank {_some(list(attempt.missing))} missing" if attempt.missing else ""
                 return f" (an attempt was condemned: {attempt.condemned})" if attempt.condemned else f" (an attempt is incomplete{missing})"
+        if kept := [text for a, reduced in self.reduced.items() if a.step == step and (text := kept_text(reduced.serves))]:
+            return f" (it was deleted; {kept[-1]})"
         return " (it was deleted)" if any(a.step == step for a in self.swept) else ""
 
 
