@@ -48,13 +48,20 @@ def working(root: Path, layout: dict[str, Scope], options: WorkerOptions = FAST,
         try:
             yield worker, session
         finally:
-            for tier in session.tiers:
-                assert isinstance(tier.storage, HookedStorage)
-                tier.storage.hook = passing
+            let_through(session)
             try:
-                worker.close(20)
-            except (SaveError, DeadlineError):
-                pass  # the test has looked at them
+                worker.close(60)
+            except SaveError:
+                pass  # the test has looked at it
+
+
+def let_through(session: LoopSession) -> None:
+    """Nothing is held back or refused any more: else `close` waits for it, and the process's end for the thread that it holds."""
+    for tier in session.tiers:
+        assert isinstance(tier.storage, HookedStorage)
+        if isinstance(tier.storage.hook, Gate):
+            tier.storage.hook.let_through()
+        tier.storage.hook = passing
 
 
 async def passing(operation: str, path: str) -> None:
@@ -70,6 +77,13 @@ class Gate:
         self.error = error
         self.open = threading.Event()
         self.reached = threading.Event()
+        self.before: Gate | None = None
+        """The gate whose place it took: operations may still wait at that one."""
+
+    def let_through(self) -> None:
+        self.open.set()
+        if self.before is not None:
+            self.before.let_through()
 
     async def __call__(self, operation: str, path: str) -> None:
         if operation not in self.operations or self.matching not in path or self.open.is_set():
@@ -83,12 +97,13 @@ class Gate:
 def hook(session: LoopSession, name: str, gate: Gate) -> Gate:
     storage = session.tiers.get(name).storage
     assert isinstance(storage, HookedStorage)
+    gate.before = storage.hook if isinstance(storage.hook, Gate) else None
     storage.hook = gate
     return gate
 
 
 def eventually(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, f"never: {what}"
         time.sleep(0.005)
@@ -386,6 +401,7 @@ def test_what_close_left_behind_is_resumed_by_the_next_process(tmp_path: Path) -
         worker.submit(save_job(new_attempt("r", 4), seed=4)).wait("staged", 20)
         with pytest.raises(DeadlineError, match="pfs: steps 4"):
             worker.close(0.05)
+        let_through(session)
     with working(tmp_path, SHORT) as (worker, session):
         report = worker.adopt()  # as `resume` does: committed before anyone asks for the newest
         assert report is not None

@@ -255,7 +255,8 @@ def test_no_round_begins_while_an_image_is_being_written_but_one_that_no_tier_ta
         rounds: list[int] = []
 
         async def counted(h: Housekeeping) -> Tended:
-            rounds.append(1)
+            if not h.local:  # a round's first half: of one that began before the image, the second may come at any time
+                rounds.append(1)
             return Tended(collected=CollectReport())
 
         run.save(1, level="object")
