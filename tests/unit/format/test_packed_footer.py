@@ -37,21 +37,14 @@ def footers(draw: st.DrawFn) -> Footer:
     runs, at = [], 0
     for _ in range(draw(st.integers(0, 5))):
         begin = at + draw(st.integers(0, 3000))
-        end = begin + 2 * draw(st.integers(1, 3000))
+        end = begin + draw(st.integers(1, 6000))
         if end > nbytes:
             break
-        runs.append(
-            Run(
-                begin=begin,
-                end=end,
-                kind=draw(st.sampled_from(("copy", "bfloat16", "float16"))),
-                file=draw(st.integers(1, 2)),
-                source=draw(st.integers(0, 1 << 59)),
-            )
-        )
+        runs.append(Run(begin=begin, end=end, kind="copy", file=draw(st.integers(1, 2)), source=draw(st.integers(0, 1 << 59))))
         at = end
     if runs and runs[-1].end + 10 < nbytes and nbytes > 5000:
-        runs.append(Run(begin=nbytes - 4, end=nbytes, kind="bfloat16", file=0, source=0))
+        kind = draw(st.sampled_from(("bfloat16", "float16")))
+        runs.append(Run(begin=nbytes - 4, end=nbytes, kind=kind, file=0, source=draw(st.integers(0, nbytes - 12))))  # also of copies
     lossy = draw(st.sets(st.integers(0, blocks - 1), max_size=4)) if blocks else set()
     lossy -= {block for run in runs for block in range(run.begin // BLOCK, -(-run.end // BLOCK))}  # these have no runs
     return Footer(
@@ -162,6 +155,16 @@ def run(**changes: Any) -> dict[str, Any]:
     return {"runs": (Run(**{"begin": 0, "end": 100, "kind": "copy", "file": 1, "source": 7, **changes}),)}
 
 
+def rounded_rounding(source: int) -> dict[str, Any]:
+    """A run of numbers of which the first or the last is in another one."""
+    return {"runs": (Run(begin=0, end=100, kind="float16", file=0, source=source), SEED.runs[1])}
+
+
+def test_what_is_rounded_may_lie_beside_another_rounding() -> None:
+    for source in (4096 - 200, 8192):
+        encode_footer(replace(SEED, **rounded_rounding(source=source)))
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -171,10 +174,14 @@ def run(**changes: Any) -> dict[str, Any]:
         run(file=3),
         run(source=-1),
         run(source=1 << 60),
-        run(file=0, source=50),
-        run(file=0, source=SEED.nbytes - 99),
-        run(kind="bfloat16", end=101),
+        run(file=0, source=5000),
+        run(kind="bfloat16", source=5000),
+        run(kind="bfloat16", file=0, source=SEED.nbytes - 199),
+        run(kind="bfloat16", file=0, end=101, source=5000),
         run(kind="float16", file=0, begin=200, end=300, source=250),
+        run(kind="float16", file=0, begin=200, end=300, source=101),
+        rounded_rounding(source=4096 - 198),
+        rounded_rounding(source=8190),
         {"runs": (SEED.runs[1], SEED.runs[0])},
         {"files": ("", "../secret")},
         {"files": ("", "/etc/passwd")},

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -39,7 +40,7 @@ MAX_RUNS = 1 << 20
 """Of one file: neighbours are one run, so that some thousands are much."""
 
 _KIND = "tierstore.packed"
-_MAGIC = b"TS-PACKD"
+_MAGIC = b"TS-PACK1"
 _TRAILER = struct.Struct("<QII8s")  # bytes of the table, bytes of the JSON, CRC-32 of both, magic
 TRAILER_NBYTES = _TRAILER.size
 _RUN_KINDS: Final[tuple[RunKind, ...]] = ("copy", "bfloat16", "float16")
@@ -47,19 +48,17 @@ _FRAME_MOST = (1 << 32) - 1
 _MAX_NBYTES = 1 << 60
 _HINT = "the packed file is damaged, truncated or foreign: run `tierstore verify`"
 
-_BLOCKS, _RUNS, _LOSSY = "blocks", "runs", "lossy"
-_COLUMNS: Final = (  # in this order: name, type, numbers a row, what its rows are
-    ("frame_nbytes", "<u4", 1, _BLOCKS),
-    ("run_begins", "<i8", 1, _RUNS),
-    ("run_ends", "<i8", 1, _RUNS),
-    ("run_sources", "<i8", 1, _RUNS),
-    ("run_files", "<u4", 1, _RUNS),
-    ("run_kinds", "u1", 1, _RUNS),
-    ("lossy_blocks", "<u4", 1, _LOSSY),
-    ("lossy_digests", "u1", DIGEST_NBYTES, _LOSSY),
+_BLOCKS, _LOSSY, _RUNS = "blocks", "lossy", "runs"
+_TABLE: Final[Mapping[str, np.dtype[Any]]] = MappingProxyType(  # rows of these, in this order, without gaps
+    {
+        _BLOCKS: np.dtype("<u4"),  # bytes of its frame
+        _LOSSY: np.dtype([("block", "<u4"), ("digest", "u1", (DIGEST_NBYTES,))]),
+        _RUNS: np.dtype([("begin", "<i8"), ("end", "<i8"), ("source", "<i8"), ("file", "<u4"), ("kind", "u1")]),
+    }
 )
 
-Columns = Mapping[str, npt.NDArray[Any]]
+Rows = npt.NDArray[Any]
+Table = Mapping[str, Rows]
 
 
 def encode_footer(footer: Footer) -> bytes:
@@ -72,33 +71,28 @@ def encode_footer(footer: Footer) -> bytes:
     lossy = sorted(footer.lossy.items())
     if ((sizes < 0) | (sizes > _FRAME_MOST)).any() or any(len(digest) != DIGEST_NBYTES for _, digest in lossy):
         raise UsageError("the footer of a packed file contradicts itself: a frame's end or digest is none")
-    values: dict[str, Any] = {
-        "frame_nbytes": sizes,
-        "run_begins": [run.begin for run in footer.runs],
-        "run_ends": [run.end for run in footer.runs],
-        "run_sources": [run.source for run in footer.runs],
-        "run_files": [run.file for run in footer.runs],
-        "run_kinds": [_RUN_KINDS.index(run.kind) for run in footer.runs],
-        "lossy_blocks": [block for block, _ in lossy],
-        "lossy_digests": np.frombuffer(b"".join(digest for _, digest in lossy), np.uint8),
-    }
-    columns = {name: np.asarray(values[name]).astype(kind) for name, kind, _, _ in _COLUMNS}
     try:
-        _check(footer.nbytes, footer.block_nbytes, footer.files, columns)
-    except FormatError as error:
-        raise UsageError(f"the footer of a packed file contradicts itself: {error.message}") from error
+        table = {
+            _BLOCKS: sizes.astype(_TABLE[_BLOCKS]),
+            _LOSSY: _rows(_LOSSY, [(block, np.frombuffer(digest, np.uint8)) for block, digest in lossy]),
+            _RUNS: _rows(_RUNS, [(run.begin, run.end, run.source, run.file, _RUN_KINDS.index(run.kind)) for run in footer.runs]),
+        }
+        _check(footer.nbytes, footer.block_nbytes, footer.files, table)
+    except (FormatError, OverflowError) as error:
+        why = error.message if isinstance(error, FormatError) else error
+        raise UsageError(f"the footer of a packed file contradicts itself: {why}") from error
     body: dict[str, Any] = {
         "nbytes": footer.nbytes,
         "block_nbytes": footer.block_nbytes,
         _BLOCKS: len(sizes),
-        _RUNS: len(footer.runs),
         _LOSSY: len(lossy),
+        _RUNS: len(footer.runs),
         "files": list(footer.files),
         "quantised": footer.quantised,
     }
-    table = b"".join(columns[name].tobytes() for name, *_ in _COLUMNS)
+    rows = b"".join(table[name].tobytes() for name in _TABLE)
     document = encode_document(_KIND, body)
-    return table + document + _TRAILER.pack(len(table), len(document), zlib.crc32(document, zlib.crc32(table)), _MAGIC)
+    return rows + document + _TRAILER.pack(len(rows), len(document), zlib.crc32(document, zlib.crc32(rows)), _MAGIC)
 
 
 def footer_digest(data: Buffer) -> str:
@@ -148,20 +142,19 @@ def decode_footer(data: Buffer, stored_nbytes: int) -> Footer:
     if zlib.crc32(view[: table_nbytes + document_nbytes]) != crc:
         raise FormatError("the footer is not what its checksum says", hint=_HINT)
     body = decode_document(bytes(view[table_nbytes : table_nbytes + document_nbytes]), _KIND, max_nbytes=MAX_FOOTER_NBYTES)
-    counts = {name: _integer(body, name, table_nbytes) for name in (_BLOCKS, _RUNS, _LOSSY)}
-    columns = _columns(view[:table_nbytes], counts)
+    counts = {name: _integer(body, name, table_nbytes) for name in _TABLE}
+    table = _table(view[:table_nbytes], counts)
     whole, block_nbytes = _integer(body, "nbytes", _MAX_NBYTES), _integer(body, "block_nbytes", MAX_BLOCK_NBYTES)
     files, quantised = body.get("files"), body.get("quantised")
     if not isinstance(files, list) or not isinstance(quantised, dict) or not all(isinstance(facts, dict) for facts in quantised.values()):
         raise FormatError("the footer's `files` or `quantised` are missing", hint=_HINT)
-    _check(whole, block_nbytes, tuple(files), columns)
-    ends = np.cumsum(columns["frame_nbytes"], dtype=np.int64)
+    _check(whole, block_nbytes, tuple(files), table)
+    ends = np.cumsum(table[_BLOCKS], dtype=np.int64)
     if (int(ends[-1]) if len(ends) else 0) != stored_nbytes - nbytes:
         raise FormatError("the frames don't end where the footer begins", hint=_HINT)
-    digests = columns["lossy_digests"].tobytes()
-    lossy = {block: digests[n * DIGEST_NBYTES : (n + 1) * DIGEST_NBYTES] for n, block in enumerate(columns["lossy_blocks"].tolist())}
-    rows = zip(*(columns[f"run_{name}"].tolist() for name in ("begins", "ends", "sources", "files", "kinds")), strict=True)
-    runs = tuple(Run(begin=b, end=e, kind=_RUN_KINDS[kind], file=file, source=source) for b, e, source, file, kind in rows)
+    lossy = {int(block): digest.tobytes() for block, digest in table[_LOSSY]}
+    rows: Sequence[tuple[int, int, int, int, int]] = table[_RUNS].tolist()
+    runs = tuple(Run(begin=begin, end=end, kind=_RUN_KINDS[kind], file=file, source=source) for begin, end, source, file, kind in rows)
     return Footer(nbytes=whole, block_nbytes=block_nbytes, frame_ends=ends, files=tuple(files), runs=runs, lossy=lossy, quantised=quantised)
 
 
@@ -172,60 +165,68 @@ def _integer(body: Mapping[str, Any], name: str, most: int) -> int:
     return value
 
 
-def _columns(table: memoryview, counts: Mapping[str, int]) -> Columns:
-    """The table's columns; views of it."""
-    columns, at = {}, 0
-    for name, kind, numbers, rows in _COLUMNS:
-        end = at + counts[rows] * numbers * np.dtype(kind).itemsize
-        if end > table.nbytes:
+def _rows(name: str, rows: Sequence[tuple[Any, ...]]) -> Rows:
+    return np.array(rows, _TABLE[name])
+
+
+def _table(data: memoryview, counts: Mapping[str, int]) -> Table:
+    """The table's rows; views of it."""
+    table, at = {}, 0
+    for name, kind in _TABLE.items():
+        end = at + counts[name] * kind.itemsize
+        if end > data.nbytes:
             break
-        columns[name] = np.frombuffer(table[at:end], kind)
+        table[name] = np.frombuffer(data[at:end], kind)
         at = end
-    if len(columns) < len(_COLUMNS) or at != table.nbytes:
-        raise FormatError(f"the footer's table of {table.nbytes:,} bytes can't have {dict(counts)}", hint=_HINT)
-    return columns
+    if len(table) < len(_TABLE) or at != data.nbytes:
+        raise FormatError(f"the footer's table of {data.nbytes:,} bytes can't have {dict(counts)}", hint=_HINT)
+    return table
 
 
-def _check(nbytes: int, block_nbytes: int, files: tuple[object, ...], columns: Columns) -> None:
+def _check(nbytes: int, block_nbytes: int, files: tuple[object, ...], table: Table) -> None:
     """Refuses what no packed file can say.
 
     Raises:
         FormatError: It says it.
     """
-    blocks = len(columns["frame_nbytes"])
+    blocks = len(table[_BLOCKS])
     if block_nbytes < 1 or not 0 <= nbytes <= _MAX_NBYTES or blocks != block_count(nbytes, block_nbytes):
         raise FormatError(f"{blocks:,} frames can't be a file of {nbytes:,} bytes in blocks of {block_nbytes:,}", hint=_HINT)
-    lossy = columns["lossy_blocks"].astype(np.int64)
+    lossy = table[_LOSSY]["block"].astype(np.int64)
     if (lossy >= blocks).any() or (np.diff(lossy) <= 0).any():
         raise FormatError("the footer names lossy blocks that are none, or not in order", hint=_HINT)
     if not files or files[0] != "" or len(set(map(str, files))) != len(files):
         raise FormatError("the footer's `files` don't begin with the file itself, or name one twice", hint=_HINT)
     for path in files[1:]:
         check_relative(path)  # type: ignore[arg-type]  # refuses what is no text
-    if (problem := _problem_of_runs(nbytes, len(files), columns)) is not None:
+    if (problem := _problem_of_runs(nbytes, len(files), table[_RUNS])) is not None:
         raise FormatError(f"the footer has a run that {problem}", hint=_HINT)
-    begins, ends = (columns[f"run_{name}"].astype(np.int64) for name in ("begins", "ends"))
+    begins, ends = table[_RUNS]["begin"], table[_RUNS]["end"]
     first = np.searchsorted(ends, lossy * block_nbytes, side="right")
     there = first < len(begins)
     if (begins[first[there]] < (lossy[there] + 1) * block_nbytes).any():  # its own frame alone proves such a block
         raise FormatError("the footer has a run in a block that is not exact", hint=_HINT)
 
 
-def _problem_of_runs(nbytes: int, files: int, columns: Columns) -> str | None:
-    begins, ends, sources = (columns[f"run_{name}"].astype(np.int64) for name in ("begins", "ends", "sources"))
-    kinds, own = columns["run_kinds"], columns["run_files"] == 0
-    if len(begins) > MAX_RUNS:
+def _problem_of_runs(nbytes: int, files: int, runs: Rows) -> str | None:
+    if len(runs) > MAX_RUNS:
         return f"is one of more than {MAX_RUNS:,}"
+    begins, ends, sources = (runs[name].astype(np.int64) for name in ("begin", "end", "source"))
     if (begins < 0).any() or (ends > nbytes).any() or (begins >= ends).any() or (begins[1:] < ends[:-1]).any():
         return "lies outside the file, is empty, or overlaps the next one"
-    if (kinds >= len(_RUN_KINDS)).any() or (columns["run_files"] >= files).any():
+    if (runs["kind"] >= len(_RUN_KINDS)).any() or (runs["file"] >= files).any():
         return "is of an unknown kind, or of a file that is not named"
-    rounded = kinds > 0
+    rounded = runs["kind"] > 0
+    if (rounded != (runs["file"] == 0)).any():
+        return "is copied from its own file, or rounded from another one"
     lengths = (ends - begins) << rounded
     if (rounded & ((lengths & 3) != 0)).any():
         return "is made of numbers, but ends within one"
-    if (sources < 0).any() or (sources > np.where(own, nbytes, _MAX_NBYTES) - lengths).any():
+    if (sources < 0).any() or (sources > np.where(rounded, nbytes, _MAX_NBYTES) - lengths).any():
         return "is made of what can't be there"
-    if (own & (sources < ends) & (begins < sources + lengths)).any():
-        return "is made of itself"
+    begins, ends, sources = (some[rounded] for some in (begins, ends, sources))
+    first = np.searchsorted(ends, sources, side="right")  # the first one that ends behind where the source begins
+    there = first < len(begins)
+    if (begins[first[there]] < (sources + lengths[rounded])[there]).any():
+        return "is made of what is itself rounded"
     return None
