@@ -11,7 +11,7 @@ from rich.text import Text
 from tierstore.cli.find import scan_run
 from tierstore.cli.options import Cli
 from tierstore.cli.render import age_text, catalog_legend, catalog_summary, catalog_table, checkpoint_value, incomplete_value, plain_table
-from tierstore.tiers.catalog import runs, scan
+from tierstore.tiers.catalog import Catalog, runs, scan
 from tierstore.tiers.pending import pending
 from tierstore.tiers.session import Session
 from tierstore.units import format_size
@@ -49,7 +49,15 @@ def ls(
     legend = catalog_legend(catalog, copies)
     if legend is not None:
         cli.terminal.show(legend)
+    _tell_out_of_reach(cli, catalog)
     return 0
+
+
+def _tell_out_of_reach(cli: Cli, catalog: Catalog) -> None:
+    """No row is marked as the latest where nothing is: then it is said why."""
+    for attempt in catalog.out_of_reach():
+        error = catalog.unreadable_error(attempt)
+        cli.terminal.say(f"warning: nothing is {catalog.run}@latest: {error.message}; {error.hint}", "yellow")
 
 
 def _list_runs(cli: Cli, session: Session, found: Sequence[str]) -> int:
@@ -58,7 +66,7 @@ def _list_runs(cli: Cli, session: Session, found: Sequence[str]) -> int:
     for name in found:
         catalog = session.run(scan(session.tiers, name, session.new_cache()))
         kept = [c for c in catalog.checkpoints if not (c.superseded or c.hidden)]
-        newest = kept[-1] if kept else None
+        newest = catalog.offered()
         nbytes = sum(c.nbytes for c in kept)
         table.add_row(
             name,
@@ -73,6 +81,7 @@ def _list_runs(cli: Cli, session: Session, found: Sequence[str]) -> int:
                 "run": name,
                 "checkpoints": len(kept),
                 "latest": newest.step if newest else None,
+                "out_of_reach": [attempt.attempt.step for attempt in catalog.out_of_reach()],
                 "committed_at": newest.committed_at if newest else None,
                 "nbytes": nbytes,
             }

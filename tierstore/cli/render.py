@@ -81,7 +81,7 @@ def catalog_table(catalog: Catalog, pending: Sequence[Copy], now: datetime) -> F
 
 def catalog_rows(catalog: Catalog, pending: Sequence[Copy], now: datetime) -> list[tuple[str | Text, ...]]:
     """The rows of `catalog_table`."""
-    latest = next((c.attempt for c in reversed(catalog.checkpoints) if c.loadable and not (c.hidden or c.superseded or c.damaged)), None)
+    latest = catalog.offered()
     rows: list[tuple[Attempt, tuple[str | Text, ...]]] = []
     for info in catalog.checkpoints:
         due = [c.tier for c in pending if c.attempt == info.attempt]
@@ -91,13 +91,25 @@ def catalog_rows(catalog: Catalog, pending: Sequence[Copy], now: datetime) -> li
             format_size(info.nbytes),
             tiers_text({**info.replicas, **{name: "pending" for name in due if name not in info.replicas}}),
             _metrics_text(info.metrics),
-            _note(info, is_latest=info.attempt == latest),
+            _note(info, is_latest=latest is not None and info.attempt == latest.attempt),
         )
         rows.append((info.attempt, row))
     for attempt in (*catalog.incomplete, *catalog.condemned):
         at = age_text(save_id_time(attempt.attempt.save_id), now)
         seen = Text(" ".join(dict.fromkeys((*attempt.receipts, *attempt.parts))))
-        rows.append((attempt.attempt, (str(attempt.attempt.step), at, "-", seen, "", Text(_incomplete_note(attempt), style="dim"))))
+        rows.append(
+            (
+                attempt.attempt,
+                (
+                    str(attempt.attempt.step),
+                    at,
+                    "-",
+                    seen,
+                    "",
+                    Text(_incomplete_note(attempt), style="bold red" if attempt.unreadable else "dim"),
+                ),
+            )
+        )
     return [row for _, row in sorted(rows, key=lambda r: r[0], reverse=True)]
 
 
@@ -166,6 +178,7 @@ def incomplete_value(found: IncompleteAttempt) -> dict[str, Any]:
         "folder": found.attempt.folder,
         "state": "condemned" if found.condemned else "incomplete",
         "reason": found.condemned,
+        "unreadable": found.unreadable,
         "world_size": found.world_size,
         "missing_ranks": found.missing,
         "parts": {tier: list(ranks) for tier, ranks in found.parts.items()},
@@ -218,6 +231,8 @@ def _note(info: CheckpointInfo, *, is_latest: bool) -> Text:
 
 
 def _incomplete_note(found: IncompleteAttempt) -> str:
+    if found.unreadable:
+        return "its commit record can't be read"
     if found.condemned:
         return f"condemned: {found.condemned}"
     missing = found.missing

@@ -9,7 +9,10 @@ __all__ = ["VERBS"]
 VERBS: Mapping[str, tuple[str, str]] = {
     "demo": ("demo_verb", "Train a small model through three tiers, kill it in mid-save, resume it; needs no configuration."),
     "ls": ("listing", "List checkpoints × tiers, with attempts that did not commit."),
-    "show": ("look", "Show one checkpoint: its facts, files, replicas and log."),
+    "show": (
+        "look",
+        "Show one checkpoint: its facts, files, replicas and log; also one that was deleted, where others still take bytes from it.",
+    ),
     "tensors": ("look", "List a checkpoint's tensors: name, dtype, shape, bytes, shard."),
     "cat": ("look", "Write one file of a checkpoint to stdout, every byte proved against its digest."),
     "diff": ("compare", "Compare two checkpoints: tensors that changed, came or went, and objects. Reads digests only, unless --data."),

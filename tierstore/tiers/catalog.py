@@ -65,19 +65,27 @@ class Catalog:
             StorageError: There is none, but the authority was not reached: "no checkpoint" would be a guess, and training would
                 begin anew over the run.
         """
-        found = next((info for info in reversed(self.checkpoints) if _offered(info) and info.loadable), None)
-        for attempt in self.unreadable_after(-1 if found is None else found.attempt.step):
+        found = self._newest_loadable()
+        for attempt in self.out_of_reach():
             raise self.unreadable_error(attempt)
         if found is None and self.authority in self.unreachable:
             raise self.unreachable[self.authority]
         return found
 
-    def unreadable_after(self, step: int) -> tuple[IncompleteAttempt, ...]:
-        """Attempts at later steps that have a commit record which no tier has a readable copy of."""
-        return tuple(a for a in self.incomplete if a.unreadable and a.attempt.step > step)
+    def offered(self) -> CheckpointInfo | None:
+        """What `latest` gives; None also where it raises: for listings, which go on."""
+        return None if self.out_of_reach() else self._newest_loadable()
+
+    def out_of_reach(self) -> tuple[IncompleteAttempt, ...]:
+        """Attempts later than all that can be loaded, with a commit record that can't be read: while there is one, nothing is `latest`."""
+        found = self._newest_loadable()
+        return tuple(a for a in self.incomplete if a.unreadable and a.attempt.step > (-1 if found is None else found.attempt.step))
+
+    def _newest_loadable(self) -> CheckpointInfo | None:
+        return next((info for info in reversed(self.checkpoints) if _offered(info) and info.loadable), None)
 
     def unreadable_error(self, attempt: IncompleteAttempt) -> IntegrityError:
-        """The error for one of `unreadable_after`."""
+        """The error for an attempt with a commit record that can't be read."""
         return IntegrityError(
             f"run {self.run!r}: the commit record of step {attempt.attempt.step} can't be read: {attempt.unreadable}",
             hint="restore the record from a backup, name an older step, or pass this one over with resume(fallback=True)",
