@@ -475,7 +475,14 @@ class Store:
         self._check_usable()
         return Attempt(run=self.run, step=check_step(step), save_id=self._next_save_id())
 
-    def stage_chunks(self, chunks: Sequence[PlannedChunk], *, objects: bytes, aliases: Mapping[str, str] | None = None) -> StagedState:
+    def stage_chunks(
+        self,
+        chunks: Sequence[PlannedChunk],
+        *,
+        objects: bytes,
+        aliases: Mapping[str, str] | None = None,
+        omitted: Mapping[str, int] | None = None,
+    ) -> StagedState:
         """Copies this rank's chunks into an image, under the store's bound of bytes in memory; errors as `state.stage_chunks`."""
         self._check_usable()
         return stage_chunks(
@@ -485,6 +492,7 @@ class Store:
             world_size=self.world_size,
             pool=self._pool,
             aliases=aliases,
+            omitted=omitted,
             make_room=self._worker.make_room,
             threads=self._threads,
             devices=self._devices,
@@ -499,14 +507,19 @@ class Store:
         tags: Sequence[str] | None = None,
         final: bool = False,
         quantise: Literal["exact", "q8", "q4"] | None = None,
+        omit: tuple[str, ...] = (),
     ) -> Ticket:
         """Hands this rank's staged share of `attempt` to the background work; the image is released in any case.
+
+        `omit`: the patterns by which what `staged` lacks (`StagedState.omitted`) was left out of it.
 
         What went wrong with earlier saves is not raised here, where other ranks have begun this one: see `raise_errors`.
         """
         self._check_usable()
         try:
             facts = {**facts_of(metrics, tags, final, self._clock), **quantise_fact(quantise, self._session.tiers)}
+            if omit:
+                facts = {**facts, "omitted": omitted_fact(omit, staged.omitted)}
         except BaseException:
             staged.release()
             raise

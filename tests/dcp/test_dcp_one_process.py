@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import tierstore
-from tierstore.dcp import TierLoadPlanner, TierStorageReader, TierStorageWriter
+from tierstore.dcp import TierStorageReader, TierStorageWriter
 from tierstore.errors import NotFoundError, SaveError, StateMismatchError, UnsupportedTypeError, UsageError
 from tierstore.state.codecs import default_codecs
 from tierstore.testing.equality import assert_same_state
@@ -74,29 +74,6 @@ def test_sparse_tensors_of_the_store_load_through_dcp_which_itself_can_save_none
         "save it with Store.save, which stores its components; or as dense: .to_dense()"
     ]
     writer.close()
-
-
-def test_what_the_store_would_leave_out_is_saved_all_the_same_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    writer = TierStorageWriter(config(tmp_path, save={"omit": ["m"]}))
-    dcp.save({"m": torch.ones(2)}, storage_writer=writer, checkpoint_id="step-1", no_dist=True)
-    writer.close()
-    assert "save.omit leaves nothing out of what torch.distributed.checkpoint saves" in caplog.text
-    with tierstore.open(config(tmp_path)) as store:
-        assert list(store.open_checkpoint(1)) == ["m"]
-
-
-def test_what_was_left_out_of_a_checkpoint_is_missing_for_dcp_by_its_key(tmp_path: Path) -> None:
-    with tierstore.open(config(tmp_path)) as store:
-        store.save(1, {"w": torch.ones(2), "list": [torch.ones(1), torch.ones(3)]}, omit=["list.0"]).wait(timeout=30)
-    reader = TierStorageReader(config(tmp_path))
-    into = {"w": torch.zeros(2), "list": [torch.zeros(1), torch.zeros(3)]}
-    with pytest.raises(CheckpointException) as caught:
-        dcp.load(into, storage_reader=reader, no_dist=True)
-    assert "list.0" in str(causes(caught.value)[0])
-    dcp.load(into, storage_reader=reader, no_dist=True, planner=TierLoadPlanner(allow_partial_load=True))
-    assert torch.equal(into["list"][1], torch.ones(3))
-    assert not into["list"][0].any()
-    reader.close()
 
 
 def test_a_saved_checkpoint_is_committed_when_save_returns(tmp_path: Path) -> None:

@@ -10,20 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMetadata, Metadata, StorageMeta
 
+from tierstore.dcp.filled import Keys, Lacking, LeftOut, tensor_metadata
 from tierstore.format.index import RoutingIndex
 from tierstore.format.objects import Opaque, TensorRef
-from tierstore.state.bits import torch_dtype
 from tierstore.state.stored_kinds import is_omitted
 from tierstore.state.unflatten import MODULE_STATE, OMITTED, SPARSE, TENSOR
 
@@ -47,11 +38,13 @@ class Contents:
         tensors: Key → the tensor's name in the index.
         objects: Key → the object.
         paths: Key → path in the nested state, as DCP's planners keep it in `Metadata.planner_data`.
+        left_out: Key → what was left out of the checkpoint there, on purpose.
     """
 
     tensors: Mapping[str, str]
     objects: Mapping[str, StoredObject]
     paths: Mapping[str, Path]
+    left_out: Mapping[str, LeftOut]
 
 
 def contents_of(tree: Any) -> Contents:
@@ -59,9 +52,13 @@ def contents_of(tree: Any) -> Contents:
     tensors: dict[str, str] = {}
     objects: dict[str, StoredObject] = {}
     paths: dict[str, Path] = {}
+    left_out: dict[str, LeftOut] = {}
     for path, node in _leaves(tree):
         key = ".".join(map(str, path))
         if key in paths:
+            continue
+        if is_omitted(node):
+            left_out.setdefault(key, LeftOut(path=path, facts=node.value))
             continue
         paths[key] = path
         name = _tensor_name(node)
@@ -69,11 +66,11 @@ def contents_of(tree: Any) -> Contents:
             objects[key] = StoredObject(node=node)
         else:
             tensors[key] = name
-    return Contents(tensors=tensors, objects=objects, paths=paths)
+    return Contents(tensors=tensors, objects=objects, paths=paths, left_out={k: left_out[k] for k in left_out if k not in paths})
 
 
-def metadata_of(contents: Contents, index: RoutingIndex, checkpoint_id: str) -> Metadata:
-    """The `Metadata` that planners plan with: its size is that of the tensors' list, not of the extents'.
+def metadata_of(contents: Contents, lacking: Lacking, index: RoutingIndex, checkpoint_id: str) -> Metadata:
+    """The `Metadata` that planners plan with, with what `lacking` can fill: its size is that of the tensors' list, not of the extents'.
 
     Raises:
         NotFoundError: The tree names a tensor that the index lacks.
@@ -85,16 +82,12 @@ def metadata_of(contents: Contents, index: RoutingIndex, checkpoint_id: str) -> 
         if name is None:
             entries[key] = BytesStorageMetadata()
             continue
-        size = torch.Size(index.shape(name))
-        chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
-        entries[key] = TensorStorageMetadata(
-            properties=TensorProperties(dtype=torch_dtype(index.dtype(name))),
-            size=size,
-            chunks=[chunk],
-        )
+        entries[key] = tensor_metadata(index.dtype(name), index.shape(name))
+    filled = {key: contents.left_out[key] for key in lacking.filled()}
+    entries.update((key, tensor_metadata(left.facts["dtype"], left.shape)) for key, left in filled.items())
     return Metadata(
-        state_dict_metadata=entries,
-        planner_data=dict(contents.paths),
+        state_dict_metadata=Keys(entries.items(), lacking),
+        planner_data={**contents.paths, **{key: left.path for key, left in filled.items()}},
         storage_meta=StorageMeta(checkpoint_id=checkpoint_id),
         version="1.0.0",
     )
@@ -110,7 +103,7 @@ def _leaves(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     elif isinstance(node, list) and _is_walked(node):
         for number, item in enumerate(node):
             yield from _leaves(item, (*path, number))
-    elif not is_omitted(node):
+    else:
         yield path or ("state",), node
 
 

@@ -8,6 +8,7 @@ nothing is pickled. Every rank keeps all of its own objects, and those of its pl
 from __future__ import annotations
 
 import io
+import math
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,14 +25,15 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from tierstore.errors import UnsupportedTypeError, UsageError
 from tierstore.format.objects import ObjectCodecs, Opaque, TensorRef, encode_objects
 from tierstore.format.shard import ChunkSpec
-from tierstore.state.bits import dtype_name
+from tierstore.state.bits import dtype_name, torch_dtype
+from tierstore.state.differences import selected
 from tierstore.state.fingerprint import fingerprints
 from tierstore.state.flatten import FlatState, Leaf, flatten
 from tierstore.state.ownership import by_rank
-from tierstore.state.paths import assign_names
-from tierstore.state.sharded import Piece, is_dtensor, is_spread
+from tierstore.state.paths import assign_names, name_of
+from tierstore.state.sharded import Piece, chunk_of, is_dtensor, is_spread
 from tierstore.state.stage_chunks import PlannedChunk
-from tierstore.state.unflatten import TENSOR, rebuilt
+from tierstore.state.unflatten import OMITTED, TENSOR, rebuilt
 
 __all__ = ["OwnShare", "OwnState", "own_state"]
 
@@ -47,11 +49,12 @@ class _Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnShare:
-    """What a rank stores: its encoded tree, its chunks, and further names of tensors among them."""
+    """What a rank stores: its encoded tree, its chunks, and further names of tensors among them; and how long what it leaves out is."""
 
     objects: bytes
     chunks: tuple[PlannedChunk, ...]
     aliases: Mapping[str, str]
+    omitted: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,8 @@ class OwnState:
 
     Attributes:
         names: The stored name of each planned tensor, by its key in the flat state.
+        omit: The globs of what is left out.
+        omitted: Key → what the tree says of a planned tensor that is left out.
         values: Key → object or tensor; tensors of a planner that shows none are missing.
         paths: Key → path in the nested state.
         items: What this rank writes.
@@ -69,6 +74,8 @@ class OwnState:
     """
 
     names: Mapping[str, str]
+    omit: tuple[str, ...]
+    omitted: Mapping[str, Mapping[str, Any]]
     values: Mapping[str, Any] = field(repr=False)
     paths: Mapping[str, tuple[Any, ...]]
     items: tuple[WriteItem, ...]
@@ -79,7 +86,7 @@ class OwnState:
     def fingerprints(self) -> dict[str, tuple[bytes, bool]]:
         """Of every plain tensor: 16 bytes that stand for its dtype, shape and values, and whether this rank writes it."""
         written = {item.index.fqn for item in self.items}
-        plain = {fqn: value for fqn, value in self.values.items() if _is_plain(value) and value.numel()}
+        plain = {fqn: value for fqn, value in self.values.items() if fqn not in self.omitted and _is_plain(value) and value.numel()}
         dense = [value.detach().resolve_conj().resolve_neg() for value in plain.values()]
         return {
             fqn: (xxhash.xxh3_128_digest(f"{value.dtype}{tuple(value.shape)}".encode() + found), fqn in written)
@@ -101,7 +108,7 @@ class OwnState:
         own = {fqn: f"{self.names[fqn]}@rank{rank}" for fqn in differing}
         codecs = codecs.copy()
         codecs.register(_Planned, _PLANNED, lambda planned: planned.fqn, lambda fqn: _Planned(fqn))
-        flat = flatten(self._nested(), codecs)
+        flat = flatten(self._nested(), codecs, self.omit)
         inner = by_rank(flat, rank)  # tensors within objects belong to their rank, as the objects do
         chunks, aliases = self._planned_chunks()
         chunks += [self._whole(fqn, name) for fqn, name in sorted(own.items()) if self.ties.get(fqn, fqn) not in own.keys() - {fqn}]
@@ -117,7 +124,13 @@ class OwnState:
         _refuse_views(flat)
         tree = _linked(flat.tree(inner.names), lambda fqn: self._reference(fqn, own))
         renamed = {inner.names.get(alias, alias): inner.names.get(name, name) for alias, name in flat.aliases.items()}
-        return OwnShare(objects=encode_objects(tree, codecs), chunks=tuple(chunks), aliases={**aliases, **renamed})
+        left_out = {name_of(self.paths[fqn]): _nbytes(facts) for fqn, facts in self.omitted.items()}
+        return OwnShare(
+            objects=encode_objects(tree, codecs),
+            chunks=tuple(chunks),
+            aliases={**aliases, **renamed},
+            omitted={**left_out, **flat.omitted},
+        )
 
     # ---- inside
 
@@ -154,28 +167,26 @@ class OwnState:
             here: Any = root
             for key, below in pairwise(path):
                 here = _step(here, key, [] if type(below) is int else {})
-            _place(here, path[-1], _Planned(fqn) if fqn in self.names else value)
+            _place(here, path[-1], _Planned(fqn) if fqn in self.names or fqn in self.omitted else value)
         return root
 
     def _reference(self, fqn: str, own: Mapping[str, str]) -> Any:
+        if fqn in self.omitted:
+            return Opaque(OMITTED, dict(self.omitted[fqn]))
         first = self.ties.get(fqn, fqn)
         reference = TensorRef(own.get(first) or own.get(fqn) or self.names[first])
-        value = self.values.get(fqn)
-        extra: dict[str, Any] = {}
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            extra["requires_grad"] = True
-        if isinstance(value, torch.nn.Parameter):
-            extra["parameter"] = True
+        extra = _flags(self.values.get(fqn))
         return Opaque(TENSOR, {"ref": reference, **extra}) if extra else reference
 
 
-def own_state(planner: SavePlanner, plan: SavePlan, local: Sequence[WriteItem] | None) -> OwnState:
+def own_state(planner: SavePlanner, plan: SavePlan, local: Sequence[WriteItem] | None, omit: tuple[str, ...] = ()) -> OwnState:
     """What this rank's planner has to save.
 
     Args:
         planner: The planner, set up.
-        plan: What this rank writes, duplicates taken out.
+        plan: What this rank writes, duplicates taken out, and what is left out.
         local: This rank's items before that; None: not known (the plan came from the planner's cache).
+        omit: Globs of dotted names of tensors that are left out; `plan` has none of them.
 
     Raises:
         UnsupportedTypeError: The planner gives bytes of its own instead of an object.
@@ -185,17 +196,43 @@ def own_state(planner: SavePlanner, plan: SavePlan, local: Sequence[WriteItem] |
     mapping = mapping if isinstance(mapping, Mapping) else {}
     # Sorted by nothing: the state's own order is kept, for dicts come back in it.
     paths = {fqn: tuple(mapping.get(fqn) or (fqn,)) for fqn in dict.fromkeys([*values, *tensors])}
-    named = [fqn for fqn in paths if fqn in tensors]
+    every = {item.index.fqn: item for item in local or ()}
+    shown = {**getattr(planner, "state_dict", {}), **values}
+    left_out = [fqn for fqn in paths if omit and fqn in tensors and selected(name_of(paths[fqn]), omit)]
+    omitted = {fqn: _facts_of(fqn, shown.get(fqn), every.get(fqn)) for fqn in left_out}
+    named = [fqn for fqn in paths if fqn in tensors and fqn not in omitted]
     names = dict(zip(named, assign_names([paths[fqn] for fqn in named]), strict=True))
     return OwnState(
         names=names,
+        omit=omit,
+        omitted=omitted,
         values=values,
         paths=paths,
         items=tuple(plan.items),
-        local={item.index.fqn: item for item in local or ()},
+        local=every,
         resolve=lambda item: _tensor(planner.resolve_data(item), item),
         ties=_ties({fqn: values[fqn] for fqn in named if fqn in values}) if _shows_values(planner) else {},
     )
+
+
+def _facts_of(fqn: str, value: Any, item: WriteItem | None) -> dict[str, Any]:
+    """What a tree says of a tensor that is left out: enough to make one like it."""
+    if item is not None and item.tensor_data is not None:
+        return {"dtype": dtype_name(item.tensor_data.properties.dtype), "shape": tuple(item.tensor_data.size), **_flags(value)}
+    spread = is_spread(value) and not is_dtensor(value)  # a DTensor tells its size on ranks outside of its mesh, too
+    shape = chunk_of(value, repr(fqn)).global_shape if spread else tuple(value.size())
+    return {"dtype": dtype_name(value.dtype), "shape": shape, **_flags(value)}
+
+
+def _nbytes(facts: Mapping[str, Any]) -> int:
+    count: int = math.prod(facts["shape"])
+    return count * torch_dtype(facts["dtype"]).itemsize
+
+
+def _flags(value: Any) -> dict[str, Any]:
+    """What a reference says of a tensor beside its name."""
+    needs_grad = isinstance(value, torch.Tensor) and value.requires_grad
+    return {**({"requires_grad": True} if needs_grad else {}), **({"parameter": True} if isinstance(value, torch.nn.Parameter) else {})}
 
 
 def _seen(planner: SavePlanner, items: Sequence[WriteItem], local: Sequence[WriteItem] | None) -> tuple[dict[str, Any], set[str]]:

@@ -24,6 +24,7 @@ from torch.futures import Future
 
 from tierstore.config_models import hydrate_tier
 from tierstore.dcp.contents import Contents, contents_of, metadata_of
+from tierstore.dcp.filled import Lacking
 from tierstore.dcp.place import moved, place_of
 from tierstore.dcp.stores import note_generation
 from tierstore.errors import NotFoundError, StateMismatchError, UsageError
@@ -33,6 +34,7 @@ from tierstore.state.agreement import Agreement
 from tierstore.state.bits import torch_dtype
 from tierstore.state.codecs import default_codecs
 from tierstore.state.exchange.exchange import Exchange
+from tierstore.state.filling import fill_rules
 from tierstore.state.load import load_fresh
 from tierstore.state.rank_trees import RankTrees
 from tierstore.state.reading import Fill, fill_all
@@ -72,6 +74,8 @@ class TierStorageReader(StorageReader):
         rank: Whose objects to load (counters, random states); None: this process's rank in the group that loads.
         exchange: ``auto``: what several ranks want is read from afar by one of them, which sends it to the others. ``off``: each reads for
             itself.
+        fill: Rules by which a tensor of the state that the checkpoint lacks is filled from others that it has, converted to its dtype, as
+            `LoadOptions.fill` has them. ``()``: nothing is; None: as configured (``load: {fill: …}``).
 
     Raises:
         UsageError: A malformed URI.
@@ -87,6 +91,7 @@ class TierStorageReader(StorageReader):
         allow_cast: bool = False,
         rank: int | None = None,
         exchange: Literal["auto", "off"] = "auto",
+        fill: Any = None,
     ) -> None:
         if exchange not in ("auto", "off"):
             raise UsageError(f"exchange is {exchange!r}", hint="say 'auto' or 'off'")
@@ -95,6 +100,7 @@ class TierStorageReader(StorageReader):
         self.allow_cast = allow_cast
         self.exchange = exchange
         self._rank = rank
+        self._fill, self._configured_fill = fill_rules(fill), fill is None
         self._begin()
 
     def _begin(self) -> None:
@@ -103,11 +109,13 @@ class TierStorageReader(StorageReader):
         self._hydration: Hydration | None = None
         self._replica: Replica | None = None
         self._contents: Contents | None = None
+        self._lacking: Lacking | None = None
         self._own = -1
         self._pid = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in ("_place", "_codecs", "allow_cast", "exchange", "_rank")}
+        names = ("_place", "_codecs", "allow_cast", "exchange", "_rank", "_fill", "_configured_fill")
+        return {name: self.__dict__[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -127,10 +135,11 @@ class TierStorageReader(StorageReader):
             if before is not None and before.config != self._place.config:
                 self.close()
         self._let_go()
-        self._replica = self._contents = None
+        self._replica = self._contents = self._lacking = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint holds, each tensor as one chunk.
+        """What the checkpoint holds, each tensor as one chunk, and what rules fill of what was left out of it. Asked for a key, it also
+        knows what rules can make, and what was left out and nothing fills: loading that is an error that says so.
 
         Raises:
             NotFoundError: No such run, step or tag.
@@ -141,7 +150,8 @@ class TierStorageReader(StorageReader):
         if own is None:
             own = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         replica = self._open()
-        return metadata_of(self._look(own), replica.index, str(self._place))
+        contents, lacking = self._look(own)
+        return metadata_of(contents, lacking, replica.index, str(self._place))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learns which rank this is among those that load."""
@@ -222,28 +232,40 @@ class TierStorageReader(StorageReader):
         assert self._session is not None
         return self._session.run
 
-    def _look(self, rank: int) -> Contents:
-        """The contents as `rank` sees them: its own tree first, then what only other ranks saved."""
-        if self._contents is not None and self._own == rank:
-            return self._contents
+    def _look(self, rank: int) -> tuple[Contents, Lacking]:
+        """The contents as `rank` sees them, its own tree first, then what only other ranks saved; and what they lack."""
+        if self._contents is not None and self._lacking is not None and self._own == rank:
+            return self._contents, self._lacking
         replica = self._open()
         trees = RankTrees(replica, self._run(), rank=rank, world_size=None)
-        self._contents, self._own = contents_of(trees.own() if trees.alike else trees.united()[0]), rank
-        return self._contents
+        contents = contents_of(trees.own() if trees.alike else trees.united()[0])
+        assert self._place is not None
+        rules = fill_rules(self._place.config.load.fill) if self._configured_fill else self._fill
+        lacking = Lacking(index=replica.index, rules=rules, left_out=contents.left_out)
+        self._contents, self._lacking, self._own = contents, lacking, rank
+        return contents, lacking
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        replica, contents = self._open(), self._contents
-        if contents is None:
+        replica, contents, lacking = self._open(), self._contents, self._lacking
+        if contents is None or lacking is None:
             raise UsageError("read_data before read_metadata", hint="DCP calls them in order; call reader.read_metadata() first")
         filled: list[tuple[ReadItem, torch.Tensor]] = []
+        objects: list[tuple[ReadItem, Any]] = []
         with self._filling(plan, replica) as fill:
-            fills = self._fills(plan, planner, replica, contents, filled)
+            fills = self._fills(plan, planner, replica, contents, lacking, filled)
+            for item in (item for item in plan.items if item.type is LoadItemType.BYTE_IO):
+                path = contents.paths.get(item.storage_index.fqn, ())
+                node, is_whole = lacking.whole_object(_known(contents.objects, item).node, path, fills)
+                if is_whole:
+                    objects.append((item, node))
+            lacking.check(partial=getattr(planner, "allow_partial_load", False))
             fill(fills)
+        lacking.filling.tell(_what(replica), loudly=self._own == 0)
         for item, target in filled:
             planner.commit_tensor(item, target)
         codecs = self._codecs or default_codecs()
-        for item in (item for item in plan.items if item.type is LoadItemType.BYTE_IO):
-            value = load_fresh(replica, self._run(), _known(contents.objects, item).node, codecs)
+        for item, node in objects:
+            value = load_fresh(replica, self._run(), node, codecs)
             stream = io.BytesIO()
             torch.save(value, stream)  # DCP's planners take an object as a pickle: this one is ours, of what the codecs decoded
             stream.seek(0)
@@ -260,26 +282,46 @@ class TierStorageReader(StorageReader):
         config = self._session.config
         deadline_s = config.save.agreement_timeout_s
         agreement = Agreement.named(together.name, rank=together.rank, world_size=together.world_size, deadline_s=deadline_s)
-        what = f"the load of step {replica.info.step} of run {replica.info.run!r}"
-        with Exchange(agreement, what=what, budget_nbytes=config.io.max_scratch) as exchange:
+        with Exchange(agreement, what=_what(replica), budget_nbytes=config.io.max_scratch) as exchange:
             yield partial(exchange.fill, replica, self._run())
 
     def _fills(
-        self, plan: LoadPlan, planner: LoadPlanner, replica: Replica, contents: Contents, filled: list[tuple[ReadItem, torch.Tensor]]
+        self,
+        plan: LoadPlan,
+        planner: LoadPlanner,
+        replica: Replica,
+        contents: Contents,
+        lacking: Lacking,
+        filled: list[tuple[ReadItem, torch.Tensor]],
     ) -> list[Fill]:
         """The tensors' wishes, checked; the planner's targets are put into `filled`."""
         tensors = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
-        replica.index.prepare(_known(contents.tensors, item) for item in tensors)
+        stored = [item for item in tensors if item.storage_index.fqn in contents.tensors]
+        replica.index.prepare(contents.tensors[item.storage_index.fqn] for item in stored)
         fills: list[Fill] = []
-        for item in tensors:
-            entry = replica.index.find(_known(contents.tensors, item))
+        for item in stored:
+            entry = replica.index.find(contents.tensors[item.storage_index.fqn])
             target = planner.resolve_tensor(item)
             filled.append((item, target))
-            box = tuple(range(begin, begin + length) for begin, length in zip(item.storage_offsets, item.lengths, strict=True))
-            fills.append(Fill(entry=entry, box=box, target=target.detach()))
+            fills.append(Fill(entry=entry, box=_box(item), target=target.detach()))
         if not self.allow_cast:
             _check_dtypes(filled, fills)
+        for item in (item for item in tensors if item.storage_index.fqn not in contents.tensors):
+            if lacking.metadata(item.storage_index.fqn) is None:
+                _known(contents.tensors, item)
+            target = planner.resolve_tensor(item)
+            if (wish := lacking.wish(item.storage_index.fqn, _box(item), target.detach())) is not None:
+                filled.append((item, target))
+                fills.append(wish)
         return fills
+
+
+def _what(replica: Replica) -> str:
+    return f"the load of step {replica.info.step} of run {replica.info.run!r}"
+
+
+def _box(item: ReadItem) -> tuple[range, ...]:
+    return tuple(range(begin, begin + length) for begin, length in zip(item.storage_offsets, item.lengths, strict=True))
 
 
 def _known(table: Any, item: ReadItem) -> Any:

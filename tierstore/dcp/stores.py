@@ -39,7 +39,16 @@ class WriterStore:
         """Whoever saved `attempt` gets its failure from the call itself."""
         self._told.add(attempt.save_id)
 
-    def submit(self, attempt: Attempt, staged: StagedState, *, metrics: dict[str, float], tags: tuple[str, ...], final: bool) -> Ticket:
+    def submit(
+        self,
+        attempt: Attempt,
+        staged: StagedState,
+        *,
+        metrics: dict[str, float],
+        tags: tuple[str, ...],
+        final: bool,
+        omit: tuple[str, ...],
+    ) -> Ticket:
         """`Store.submit`, after failures that were told already are put aside."""
         try:
             self.raise_errors()
@@ -47,7 +56,7 @@ class WriterStore:
             staged.release()
             raise
         self.store.goes_back_to(_REGISTRY.generation)
-        return self.store.submit(attempt, staged, metrics=metrics, tags=tags, final=final)
+        return self.store.submit(attempt, staged, metrics=metrics, tags=tags, final=final, omit=omit)
 
     def raise_errors(self) -> None:
         """`Store.raise_errors`, but for failures that were told already."""

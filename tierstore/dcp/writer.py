@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from tierstore.dcp.differing import differing
-from tierstore.dcp.orders import Orders, check_opened, check_same, check_written, whole_plan, with_orders
+from tierstore.dcp.orders import Orders, check_opened, check_same, check_written, whole_plan, with_orders, without
 from tierstore.dcp.own import own_state
 from tierstore.dcp.place import Place, moved, place_of
 from tierstore.dcp.stores import Key, WriterStore, close_stores, shared_store
@@ -32,6 +32,7 @@ from tierstore.format.objects import ObjectCodecs
 from tierstore.names import shard_name
 from tierstore.state.agreement import Agreement, telling
 from tierstore.state.codecs import default_codecs
+from tierstore.state.facts import checked_omit
 from tierstore.store import Store
 from tierstore.tier_uri import is_tier_uri
 from tierstore.tiers.ticket import Ticket
@@ -48,6 +49,7 @@ class _Save:
     """One save under way in one thread."""
 
     place: Place
+    omit: tuple[str, ...]
     local: Sequence[WriteItem] | None = None
     orders: Orders | None = None
     ticket: Ticket | None = field(default=None, repr=False)
@@ -68,6 +70,8 @@ class TierStorageWriter(StorageWriter, AsyncStager):
         metrics: Numbers that rank the checkpoints; the attribute may be set before each save.
         tags: Labels of the checkpoints; likewise.
         final: Marks the run's last checkpoint; likewise.
+        omit: Globs of dotted names of tensors that are left out on purpose, as `Store.save` takes them; the same on all ranks. None: as
+            configured (``save: {omit: …}``).
 
     Raises:
         UsageError: A malformed URI.
@@ -86,6 +90,7 @@ class TierStorageWriter(StorageWriter, AsyncStager):
         metrics: Mapping[str, float] | None = None,
         tags: Sequence[str] = (),
         final: bool = False,
+        omit: Sequence[str] | None = None,
     ) -> None:
         if store is not None and source is not None:
             raise UsageError("a writer has a store or a source, not both", hint="pass store=… alone")
@@ -94,6 +99,7 @@ class TierStorageWriter(StorageWriter, AsyncStager):
         self.tags = tuple(tags)
         self.final = final
         self._codecs = codecs
+        self._omit = None if omit is None else checked_omit(omit)
         self._begin(store)
 
     def _begin(self, store: Store | None) -> None:
@@ -140,23 +146,19 @@ class TierStorageWriter(StorageWriter, AsyncStager):
                 "with use_collectives=False the ranks can't agree on a save id: each would save a checkpoint of its own share alone",
                 hint="leave use_collectives=True; or save without dcp: tierstore.open(…, rank=…, world_size=…).save(step, state)",
             )
-        self._current.save = _Save(place=place)
+        self._current.save = _Save(place=place, omit=checked_omit(place.config.save.omit or ()) if self._omit is None else self._omit)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Notes this rank's own items, before duplicates are taken out."""
-        self._saving().local = tuple(plan.items) if plan.usable else None
-        return plan
+        """Takes out what is left out on purpose; notes this rank's own items, before that and before duplicates are taken out."""
+        save = self._saving()
+        save.local = tuple(plan.items) if plan.usable else None
+        return without(plan, save.omit)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Names the attempt and tells it to every rank, also to those whose plan has not changed."""
         save = self._saving()
         store = self._store(save.place, 0, len(plans)).store
-        if store.config.save.omit:
-            log.warning(
-                "run=%s save.omit leaves nothing out of what torch.distributed.checkpoint saves: its planner says what that is", store.run
-            )
-        attempt = store.new_attempt(save.place.step)
-        return with_orders(plans, attempt, store._opened())
+        return with_orders(plans, store.new_attempt(save.place.step), store._opened(), save.omit)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Stages this rank's share and hands it on; done when it is on a tier. Errors are in the future, those of other ranks too."""
@@ -254,7 +256,7 @@ class TierStorageWriter(StorageWriter, AsyncStager):
         what = f"the save of step {orders.attempt.step} of run {orders.attempt.run!r}"
         agreement = _agreement(orders, save.place.config.save.agreement_timeout_s)
         with telling(agreement, what):
-            check_same(save.place, orders)
+            check_same(save.place, save.omit, orders)
             store = self._store(save.place, orders.rank, orders.world_size)
             check_opened(store.store._opened(), orders)
             plan = whole_plan(plan, planner, orders)
@@ -276,13 +278,13 @@ class TierStorageWriter(StorageWriter, AsyncStager):
     ) -> Ticket:
         codecs = self._codecs or default_codecs()
         with telling(agreement, what):
-            own = own_state(planner, plan, save.local)
+            own = own_state(planner, plan, save.local, orders.omit)
             prints = own.fingerprints() if agreement is not None else {}
         different = frozenset[str]() if agreement is None else differing(agreement, what, prints)
         with telling(agreement, what):
             share = own.share(rank=orders.rank, differing=different, codecs=codecs)
-            staged = store.store.stage_chunks(share.chunks, objects=share.objects, aliases=share.aliases)
-            ticket = store.submit(orders.attempt, staged, metrics=self.metrics, tags=self.tags, final=self.final)
+            staged = store.store.stage_chunks(share.chunks, objects=share.objects, aliases=share.aliases, omitted=share.omitted)
+            ticket = store.submit(orders.attempt, staged, metrics=self.metrics, tags=self.tags, final=self.final, omit=orders.omit)
             _wait_staged(ticket, patience_s=store.store.config.save.patience_s, timeout_s=store.store.config.save.commit_timeout_s)
         if agreement is not None:
             agreement.agree(what, b"", lambda reports: b"")  # a rank that failed is known to all before anybody waits for a commit

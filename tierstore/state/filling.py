@@ -100,7 +100,9 @@ class Filling:
         stored = {name: stored_view(name, self.index.dtype(name), self.index.shape(name)) for name in names}
         made: dict[str, View] = {}
         for rule in self.rules.rules:
-            for name, view in Rules(rules=(replace(rule, optional=True),), others="drop").apply(stored).items():
+            # Nothing but its own: what is stored already may have the name of what the rule makes, and nobody asks for that then.
+            its = {name: view for name, view in stored.items() if any(pattern.fullmatch(name) for pattern in rule.patterns)}
+            for name, view in Rules(rules=(replace(rule, optional=True),), others="drop").apply(its).items():
                 made.setdefault(name, view)
         return made
 

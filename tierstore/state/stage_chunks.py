@@ -56,6 +56,7 @@ def stage_chunks(
     world_size: int,
     pool: ImagePool,
     aliases: Mapping[str, str] | None = None,
+    omitted: Mapping[str, int] | None = None,
     make_room: Callable[[int], None] | None = None,
     threads: CopyThreads | None = None,
     devices: DeviceCopies | None = None,
@@ -69,6 +70,7 @@ def stage_chunks(
         world_size: How many save together.
         pool: Where the memory comes from.
         aliases: Further names of tensors among `chunks`: alias to stored name.
+        omitted: Names of tensors that were left out on purpose, and their lengths as wholes, in bytes.
         make_room: Called with the image's length before memory is asked for.
         threads: Who copies; None: a few threads that are started for this.
         devices: Devices whose copies go on after this has returned; None: all copies are waited for.
@@ -85,9 +87,10 @@ def stage_chunks(
 
     try:
         try:
-            return stage(chunks)
+            return replace(stage(chunks), omitted=omitted or {})
         except _OtherDtypeError:
-            return stage([replace(c, spec=replace(c.spec, dtype=dtype_name(c.get().dtype))) for c in chunks])
+            true = [replace(c, spec=replace(c.spec, dtype=dtype_name(c.get().dtype))) for c in chunks]
+            return replace(stage(true), omitted=omitted or {})
     finally:
         if workers is not threads:
             workers.close()

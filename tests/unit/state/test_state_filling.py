@@ -154,6 +154,14 @@ def test_a_rule_that_is_none_is_refused_when_it_is_read() -> None:
     assert fill_rules(()) is None
 
 
+def test_a_rule_may_name_what_is_stored_where_only_some_of_it_was_left_out() -> None:
+    reader = left_out(state(), ("optim.master.w",))
+    loaded = load_state(reader, run, options=LoadOptions(fill=({"match": r"model\.(w|b)", "to": r"optim.master.\1"},)))
+    assert_same_state(
+        loaded, {**state(), "optim": {**state()["optim"], "master": {**state()["optim"]["master"], "w": state()["model"]["w"].float()}}}
+    )
+
+
 class TestStore:
     def test_a_configuration_leaves_out_and_fills_and_the_manifest_says_what(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
