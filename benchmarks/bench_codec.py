@@ -23,9 +23,10 @@ import safetensors.torch
 import torch
 from common import contest_arguments
 from machine import machine
-from measure import Table, Turns, fact
+from measure import Table, fact
 from peers.codecs import CODECS, PLAIN, Codec, Data, Decode, stored_nbytes
 from trained import KINDS, trained_state
+from turns import Turns
 
 from tierstore.format.header import parse_header
 from tierstore.format.packed.footer import encode_footer

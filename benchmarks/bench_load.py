@@ -8,22 +8,33 @@ from pathlib import Path
 
 import torch
 from common import contest_arguments, flattened, scratch, training_state
-from measure import Table, Turns, timed
+from measure import Table, timed
 from memory import make_cold, make_warm, settle, warm_memory
 from peers import distributed, files, limits, ours
 from peers.base import Peer, State
 from saving import Sessions
+from turns import Turns, part_of
 
 PEERS: list[Peer] = [*limits.PEERS, *ours.LOADERS, *files.LOADERS, *distributed.LOADERS]
 _WARM = ("tierstore", "safetensors", "torch.load", "fastsafetensors", "runai", "DCP FileSystem, 4", "DCP HuggingFace")
 """Whose names begin so are also measured from the page cache."""
 
 _BASE = f"{limits.RAW}, 4 threads"
-_SLOW_S = 8.0
-"""Whoever takes longer in the turn that warms up is measured once."""
+_FIRST = (limits.RAW, "tierstore", "torch.load", "safetensors load_file, touched", "fastsafetensors", "DCP HuggingFace")
+"""Whose names begin so have their turns first: limits, those that targets are about, and the best peers as a rule."""
+
+_COLD_PART = 0.7
+"""Of the time; from the page cache there are fewer, and nobody has to warm up again."""
 
 
-def run(nbytes: int, repeat: int, directory: Path | None, without: Mapping[str, str], peers: Sequence[Peer] = PEERS) -> list[Table]:
+def run(
+    nbytes: int,
+    repeat: int,
+    directory: Path | None,
+    without: Mapping[str, str],
+    peers: Sequence[Peer] = PEERS,
+    until: float | None = None,
+) -> list[Table]:
     state = flattened(training_state(nbytes))
     nbytes = sum(t.nbytes for t in state.values())
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
@@ -35,18 +46,17 @@ def run(nbytes: int, repeat: int, directory: Path | None, without: Mapping[str, 
         for name, peer in sessions.peers.items():
             if name.startswith(_WARM):
                 warm.describe(name, kind=peer.kind, note=peer.note)
-        turns = Turns(sessions.peers, repeat=repeat)
-        slow: set[str] = set()
+        saving = Turns(sessions.peers, repeat=1)
         for name in sessions.peers:
-            turns.attempt(name, tables, lambda name=name: sessions.get(name)[1].save(state, 0)())
-        for table in tables:
-            turns.warm_ups, turns.repeat = (1, repeat) if table is cold else (0, max(1, repeat - 1))
+            saving.attempt(name, tables, lambda name=name: sessions.get(name)[1].save(state, 0)())
+        saved = [name for name in sessions.peers if name not in saving.failed]
+        once_more = [name for name in saved if name.startswith(_WARM)]
+        for table, names, end in ((cold, saved, part_of(until, _COLD_PART)), (warm, once_more, until)):
+            turns = Turns(names, repeat=repeat, warm_ups=int(table is cold), first=lambda name: name.startswith(_FIRST), until=end)
             for turn, order in turns:
                 for name in order:
-                    if (turn > 0 and name in slow) or (table is warm and not name.startswith(_WARM)):
-                        continue
 
-                    def measure(name: str = name, turn: int = turn, table: Table = table) -> None:
+                    def measure(name: str = name, turn: int = turn, table: Table = table, turns: Turns = turns) -> None:
                         peer, session = sessions.get(name)
                         if turn < 0:
                             for tensor in into.values():
@@ -59,14 +69,14 @@ def run(nbytes: int, repeat: int, directory: Path | None, without: Mapping[str, 
                         warm_memory(int(2.2 * nbytes) if turn >= 0 else 0)
                         kept: list[State] = []
                         seconds = timed(lambda: kept.append(session.load(into)))
-                        if seconds > _SLOW_S:
-                            slow.add(name)
+                        turns.took(name, seconds)
                         if turn >= 0:
-                            table.add(name, seconds)
+                            table.add(name, seconds, turn)
                         elif peer.kind != "limit":
                             check(kept[0], state)
 
                     turns.attempt(name, [table], measure)
+            turns.list_left_out([table])
         sessions.close()
     return tables
 
@@ -84,8 +94,8 @@ def check(loaded: State, state: State) -> None:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    args = contest_arguments(__doc__ or "", nbytes="1GiB", repeat=3)
-    for table in run(args.nbytes, args.repeat, args.directory, args.without):
+    args = contest_arguments(__doc__ or "", nbytes="1GiB", repeat=5)
+    for table in run(args.nbytes, args.repeat, args.directory, args.without, until=args.until):
         table.show()
 
 

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 from common import contest_arguments, scratch
-from measure import Table, Turns, fact
+from measure import Table, fact
 from trained import KINDS, trained_state
+from turns import Turns
 
 import tierstore
 from tierstore.config import load_config
@@ -54,7 +55,7 @@ class Kind:
         return tierstore.open({"version": 1, "run": _RUN, "tiers": [alone]}, rank=0, world_size=1)
 
 
-def run(repeat: int, model: str, directory: Path | None, without: Mapping[str, str]) -> list[Table]:
+def run(repeat: int, model: str, directory: Path | None, without: Mapping[str, str], until: float | None = None) -> list[Table]:
     state = {named(key): tensor for key, tensor in trained_state(model).items()}
     nbytes = sum(tensor.nbytes for tensor in state.values())
     up = Table("Promotion from the disk to S3", nbytes, RAW, key="packed.promote")
@@ -78,9 +79,9 @@ def run(repeat: int, model: str, directory: Path | None, without: Mapping[str, s
         near = {"name": "disk", "uri": str(root / "disk"), "scope": "shared"}
         config = {"version": 1, "run": _RUN, "tiers": [near, *(kind.tier for kind in kinds.values())]}
         into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-        turns = Turns(kinds, repeat=repeat)
-        for turn, order in turns:
-            step = turn + 2
+        turns = Turns(kinds, repeat=repeat, first=lambda name: True, until=until)
+        for turn, planned in turns:
+            step, order = turn + 2, list(planned)
             for path in (root / "disk").rglob("shard-*"):
                 path.unlink()
             with tierstore.open({**config, "tiers": [near]}, rank=0, world_size=1) as store:
@@ -99,14 +100,14 @@ def run(repeat: int, model: str, directory: Path | None, without: Mapping[str, s
                     def measure(name: str = name, turn: int = turn, send: Callable[[], None] = send) -> None:
                         seconds, cpu = timed(send)
                         if turn >= 0:
-                            up.add(name, seconds)
-                            up_cpu.add(name, cpu)
+                            up.add(name, seconds, turn)
+                            up_cpu.add(name, cpu, turn)
 
                     turns.attempt(name, tables, measure)
                 promoted = session.run(scan(session.tiers, _RUN)).find(step)
                 for name in kinds if promoted is not None and turn >= 0 else ():
                     if name not in turns.failed:
-                        sent.add(name, promoted.taken_on(str(kinds[name].tier["name"])) / 2**20)
+                        sent.add(name, promoted.taken_on(str(kinds[name].tier["name"])) / 2**20, turn)
             for name in [name for name in order if name not in turns.failed]:
 
                 def measure_load(name: str = name, turn: int = turn, step: int = step) -> None:
@@ -115,8 +116,8 @@ def run(repeat: int, model: str, directory: Path | None, without: Mapping[str, s
                             tensor.zero_()
                         seconds, cpu = timed(lambda: store.load(step, into=into))
                         if turn >= 0:
-                            down.add(name, seconds)
-                            down_cpu.add(name, cpu)
+                            down.add(name, seconds, turn)
+                            down_cpu.add(name, cpu, turn)
                     for key, tensor in state.items():
                         if not (torch.equal(into[key], tensor) or (name == QUANTISED and "exp_avg" in key)):
                             raise ValueError(f"what was loaded of {key} is not what was saved")
@@ -145,7 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=list(KINDS), default="large", help="whose state (default large); trained first, once")
     args = contest_arguments(__doc__ or "", nbytes="1GiB", repeat=5, parser=parser)
-    for table in run(args.repeat, args.model, args.directory, args.without):
+    for table in run(args.repeat, args.model, args.directory, args.without, args.until):
         table.show()
 
 

@@ -15,11 +15,13 @@ from pathlib import Path
 
 import torch
 from common import change, contest_arguments, flattened, scratch, training_state
-from measure import Table, Turns, fact, timed
+from fitting import affordable
+from measure import Table, fact, timed
 from memory import fresh_memory, touch
 from peers import distributed, files, limits, ours
 from peers.base import Peer, State
 from saving import Sessions, save_once
+from turns import Turns, part_of
 
 from tierstore.units import format_size
 
@@ -40,21 +42,23 @@ FRESH = [
         if peer.name in ("DCP FileSystem, 4 threads", "DCP async_save, thread, stager kept", "torchsnapshot async_take")
     ),
 ]
-_SLOW_S = 10.0
-"""Whoever takes longer in the turn that warms up is measured once."""
+_FIRST = (limits.RAW, "DCP async_save, thread")
+"""Whose names begin so have their turns first, and tierstore on the disk alone: limits, and who is the best peer as a rule."""
+
+_WARM_PART, _TWO_TURNS = 0.6, 85
+"""Of the time, what warm memory gets: it has twice as many contenders. Two turns of all, in terms of `probe`, as in `bench_save`."""
 
 
-def run(nbytes: int, repeat: int, directory: Path | None, without: Mapping[str, str]) -> list[Table]:
-    state = training_state(nbytes)
+def run(nbytes: int, repeat: int, directory: Path | None, without: Mapping[str, str], until: float | None = None) -> list[Table]:
+    state = training_state(affordable(nbytes, directory, until, _TWO_TURNS))
     flat = flattened(state)
     nbytes = sum(t.nbytes for t in flat.values())
-    tables = []
+    tables: list[Table] = []
     with scratch(directory) as root:
-        for warm, peers in ((True, PEERS), (False, FRESH)):
-            if not warm:
+        for memory, peers, end in (("warm", PEERS, part_of(until, _WARM_PART)), ("fresh", FRESH, until)):
+            if memory == "fresh":
                 fact("fresh memory", how_fresh(nbytes))
-            turns = repeat if warm or repeat == 1 else repeat - 1
-            tables += compete("warm" if warm else "fresh", peers, state, flat, nbytes, turns, root / f"warm-{warm}", without)
+            tables += compete(memory, peers, state, flat, repeat, root / memory, without, end)
     return tables
 
 
@@ -63,23 +67,20 @@ def compete(
     peers: Sequence[Peer],
     state: dict[str, dict[str, torch.Tensor]],
     flat: State,
-    nbytes: int,
     repeat: int,
     root: Path,
     without: Mapping[str, str],
+    until: float | None,
 ) -> list[Table]:
-    base = f"{limits.RAW}, 4 threads"
+    base, nbytes = f"{limits.RAW}, 4 threads", sum(t.nbytes for t in flat.values())
     total = Table(f"From the call until synced on the disk, {memory} memory", nbytes, base, key=f"persist.{memory}")
     hashed = Table(f"The same followed by SHA-256 of the files, {memory} memory", nbytes, ours.OURS, key=f"persist.{memory}.hashed")
     sessions = Sessions(peers, root, [total, hashed], without)
     total.describe(ALONE, kind="ours", note="the same save less the time of the call; what the raw disk is to be compared with")
-    slow: set[str] = set()
-    turns = Turns(sessions.peers, repeat=repeat)
+    turns = Turns(sessions.peers, repeat=repeat, first=lambda name: name == ours.OURS or name.startswith(_FIRST), until=until)
     for turn, order in turns:
         change(state)
         for name in order:
-            if turn > 0 and name in slow:
-                continue
 
             def measure(name: str = name, turn: int = turn) -> None:
                 peer, session = sessions.get(name)
@@ -88,19 +89,19 @@ def compete(
                     fresh_memory()
                 ahead = wanted(peer) if memory == "warm" and turn >= 0 else 0
                 saved = save_once(peer, session, flat, turn, warm_nbytes=int(ahead * nbytes))
-                if saved.durable_s > _SLOW_S:
-                    slow.add(name)
+                turns.took(name, saved.durable_s)
                 if turn >= 0:
-                    total.add(name, saved.durable_s)
+                    total.add(name, saved.durable_s, turn)
                     if name == ours.OURS:
-                        total.add(ALONE, saved.durable_s - saved.stall_s)
+                        total.add(ALONE, saved.durable_s - saved.stall_s, turn)
                     if peer.proves:
-                        hashed.add(name, saved.durable_s)
+                        hashed.add(name, saved.durable_s, turn)
                     elif peer.kind == "peer":
-                        hashed.add(name, saved.durable_s + timed(limits.hash_files, session.files()))
+                        hashed.add(name, saved.durable_s + timed(limits.hash_files, session.files()), turn)
                 session.discard()
 
             turns.attempt(name, [total, hashed], measure)
+    turns.list_left_out([total, hashed])
     sessions.close()
     return [total, hashed]
 
@@ -122,8 +123,8 @@ def how_fresh(nbytes: int) -> str:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    args = contest_arguments(__doc__ or "", nbytes="2GiB", repeat=3)
-    for table in run(args.nbytes, args.repeat, args.directory, args.without):
+    args = contest_arguments(__doc__ or "", nbytes="2GiB", repeat=5)
+    for table in run(args.nbytes, args.repeat, args.directory, args.without, args.until):
         table.show()
 
 

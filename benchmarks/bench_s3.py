@@ -20,13 +20,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import change, contest_arguments, flattened, scratch, training_state
 from far import far_away
-from measure import Table, Turns, fact, timed
+from measure import Table, fact, timed
 from peers import s3
 from peers.base import State
 from saving import Sessions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from turns import Turns, part_of
 
 import tierstore
 from tierstore.testing.servers import embedded_server
@@ -37,7 +38,11 @@ FIRST = "master.embedding"
 _MATRICES, _ROWS = 4, "rows"
 
 
-def run(nbytes: int, repeat: int, directory: Path | None, without: Mapping[str, str]) -> list[Table]:
+_UPLOAD_PART, _LOAD_PART, _ROWS_PART = 0.5, 0.4, 0.6
+"""Of the time that is left each time."""
+
+
+def run(nbytes: int, repeat: int, directory: Path | None, without: Mapping[str, str], until: float | None = None) -> list[Table]:
     state = training_state(nbytes)
     flat = flattened(state)
     nbytes = sum(t.nbytes for t in flat.values())
@@ -49,16 +54,21 @@ def run(nbytes: int, repeat: int, directory: Path | None, without: Mapping[str, 
         os.environ.update(AWS_ACCESS_KEY_ID=options["key"], AWS_SECRET_ACCESS_KEY=options["secret"], AWS_EC2_METADATA_DISABLED="true")
         fact("server", f"{server.kind}, on the same {os.cpu_count()} cores as the client")
         sessions = Sessions(s3.remote_peers(options), root / "peers", [up, down], without)
-        upload(sessions, state, flat, up, repeat)
+        upload(sessions, state, flat, up, repeat, part_of(until, _UPLOAD_PART))
         loaders = Sessions(s3.remote_loaders(options), root / "loaders", [down], without)
-        everything(sessions, loaders, flat, down, repeat)
+        everything(sessions, loaders, flat, down, repeat, part_of(until, _LOAD_PART))
         sessions.close()
-        far = slices(options, nbytes, flat[FIRST], repeat, without)
+        far = slices(options, nbytes, flat[FIRST], repeat, without, until)
     return [up, down, *far]
 
 
-def upload(sessions: Sessions, state: Any, flat: State, table: Table, repeat: int) -> None:
-    turns = Turns(sessions.peers, repeat=repeat)
+def matters(name: str) -> bool:
+    """Limits, tierstore, and whom the targets name have their turns first."""
+    return name.startswith(("tierstore", s3.DCP, "boto3", "obstore"))
+
+
+def upload(sessions: Sessions, state: Any, flat: State, table: Table, repeat: int, until: float | None) -> None:
+    turns = Turns(sessions.peers, repeat=repeat, first=matters, until=until)
     for turn, order in turns:
         change(state)
         for name in order:
@@ -68,16 +78,18 @@ def upload(sessions: Sessions, state: Any, flat: State, table: Table, repeat: in
                 gc.collect()
                 os.sync()
                 seconds = timed(lambda: session.save(flat, turn)())
+                turns.took(name, seconds)
                 if turn >= 0:
-                    table.add(name, seconds)
+                    table.add(name, seconds, turn)
 
             turns.attempt(name, [table], measure)
+    turns.list_left_out([table])
 
 
-def everything(sessions: Sessions, loaders: Sessions, flat: State, table: Table, repeat: int) -> None:
+def everything(sessions: Sessions, loaders: Sessions, flat: State, table: Table, repeat: int, until: float | None) -> None:
     into = {name: torch.zeros_like(tensor) for name, tensor in flat.items()}
     owners = {**dict.fromkeys(sessions.peers, sessions), **dict.fromkeys(loaders.peers, loaders)}
-    turns = Turns(owners, repeat=repeat)
+    turns = Turns(owners, repeat=repeat, first=matters, until=until)
     for name in loaders.peers:
         turns.attempt(name, [table], lambda name=name: loaders.get(name)[1].save(flat, 0)())
     for turn, order in turns:
@@ -89,15 +101,19 @@ def everything(sessions: Sessions, loaders: Sessions, flat: State, table: Table,
                     for tensor in into.values():
                         tensor.zero_()
                 seconds = timed(session.load, into)
+                turns.took(name, seconds)
                 if turn >= 0:
-                    table.add(name, seconds)
+                    table.add(name, seconds, turn)
                 elif peer.kind != "limit" and not all(torch.equal(into[n], t) for n, t in flat.items()):
                     raise ValueError("what was loaded is not what was saved")
 
             turns.attempt(name, [table], measure)
+    turns.list_left_out([table])
 
 
-def slices(options: dict[str, Any], nbytes: int, first: torch.Tensor, repeat: int, without: Mapping[str, str]) -> list[Table]:
+def slices(
+    options: dict[str, Any], nbytes: int, first: torch.Tensor, repeat: int, without: Mapping[str, str], until: float | None
+) -> list[Table]:
     """One rank of eight loads its rows of four matrices; and one tensor is there, the store opened for it."""
     side = max(RANKS, int((nbytes / _MATRICES / 4) ** 0.5) // 64 * 64)
     matrices = {f"matrix.{i}": torch.randn(side, side, generator=torch.Generator().manual_seed(i)) for i in range(_MATRICES)}
@@ -129,7 +145,7 @@ def slices(options: dict[str, Any], nbytes: int, first: torch.Tensor, repeat: in
         for table in tables:
             for name in ways:
                 table.describe(name, kind="ours" if name in (s3.OURS, s3.OURS_DIRECT) else "peer")
-        turns = Turns(ways, repeat=repeat)
+        turns = Turns(ways, repeat=repeat, first=matters, until=part_of(until, _ROWS_PART))
         for turn, order in turns:
             for name in order:
 
@@ -143,12 +159,13 @@ def slices(options: dict[str, Any], nbytes: int, first: torch.Tensor, repeat: in
                         if not all(torch.equal(into[n].to_local(), t.chunk(RANKS)[rank]) for n, t in matrices.items()):
                             raise ValueError("what was loaded is not what was saved")
                         return
-                    rows.add(name, seconds)
-                    requests.add(name, after[0] - before[0])
-                    fetched.add(name, (after[1] - before[1]) / 2**20)
+                    rows.add(name, seconds, turn)
+                    requests.add(name, after[0] - before[0], turn)
+                    fetched.add(name, (after[1] - before[1]) / 2**20, turn)
 
                 turns.attempt(name, [rows, requests, fetched], measure)
-        turns = Turns([name for name in firsts if name not in turns.failed], repeat=repeat)
+        turns.list_left_out([rows, requests, fetched])
+        turns = Turns([name for name in firsts if name not in turns.failed], repeat=repeat, first=matters, until=until)
         for turn, order in turns:
             for name in order:
 
@@ -159,9 +176,10 @@ def slices(options: dict[str, Any], nbytes: int, first: torch.Tensor, repeat: in
                     if callable(end):
                         end()  # closing is not waited for by anybody
                     if turn >= 0:
-                        one.add(name, seconds)
+                        one.add(name, seconds, turn)
 
                 turns.attempt(name, [one], measure_first)
+        turns.list_left_out([one])
     dist.destroy_process_group()
     return tables
 
@@ -213,8 +231,8 @@ def empty(tensor: torch.Tensor, mesh: Any) -> DTensor:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    args = contest_arguments(__doc__ or "", nbytes="256MiB", repeat=3)
-    for table in run(args.nbytes, args.repeat, args.directory, args.without):
+    args = contest_arguments(__doc__ or "", nbytes="256MiB", repeat=5)
+    for table in run(args.nbytes, args.repeat, args.directory, args.without, args.until):
         table.show()
 
 

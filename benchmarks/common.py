@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,11 +81,18 @@ def arguments(
 
 
 def contest_arguments(description: str, *, nbytes: str, repeat: int, parser: argparse.ArgumentParser | None = None) -> argparse.Namespace:
-    """`arguments` of a suite that can be told whom to leave out, with reasons: `make bench` does after a peer ended the process."""
+    """`arguments` of a suite that can be told whom to leave out, with reasons: `make bench` does after a peer ended the process.
+
+    Returns:
+        The arguments, with `until`: when the time is over, by the monotonic clock; None: never.
+    """
     parser = parser or argparse.ArgumentParser(description=description)
     parser.add_argument("--without", type=json.loads, default={}, metavar="JSON", help="names of peers that are left out: {name: reason}")
+    parser.add_argument("--within", type=float, metavar="SECONDS", help="turns are planned for that time (default: all that --repeat says)")
     installed.use()
-    return arguments("", nbytes=nbytes, repeat=repeat, parser=parser)
+    args = arguments("", nbytes=nbytes, repeat=repeat, parser=parser)
+    args.until = None if args.within is None else time.monotonic() + args.within
+    return args
 
 
 @contextlib.contextmanager

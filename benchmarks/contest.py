@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from measure import Table, Turns, timed
+from measure import Table, timed
 from memory import forget, settle
+from turns import Turns
 
 import tierstore
 

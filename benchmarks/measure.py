@@ -6,33 +6,23 @@ The journal is a file of JSON lines, so that what was measured before a process 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
 import re
-import signal
 import statistics
 import textwrap
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 from tierstore.units import format_size
 
 JOURNAL = "TIERSTORE_BENCH_JOURNAL"
 COLUMNS = 100
 _NAME = 46
-
-T = TypeVar("T")
-
-
-class Overdue(Exception):
-    """A measurement did not end in the time that it has."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,6 +31,7 @@ class Row:
 
     Attributes:
         values: In the table's unit, one for each turn that counted.
+        turns: Which turns those were; empty where nobody said.
         kind: `ours`, `peer`, `limit` (what the machine or the client can do and no checkpoint does) or `` where it makes no difference.
     """
 
@@ -48,10 +39,20 @@ class Row:
     values: list[float] = field(default_factory=list)
     kind: str = ""
     note: str = ""
+    turns: list[int] = field(default_factory=list)
 
     @property
     def median(self) -> float:
         return statistics.median(self.values)
+
+    def add(self, value: float, turn: int | None) -> None:
+        self.values.append(value)
+        if turn is not None:
+            self.turns.append(turn)
+
+    def by_turn(self) -> dict[int, float]:
+        """The values by their turns; empty where not all of them have one."""
+        return dict(zip(self.turns, self.values, strict=True)) if len(self.turns) == len(self.values) else {}
 
 
 class Table:
@@ -77,9 +78,10 @@ class Table:
         self.rows[name] = Row(name=name, kind=kind, note=note)
         self._tell({"row": name, "kind": kind, "note": note})
 
-    def add(self, name: str, value: float) -> None:
-        self.rows.setdefault(name, Row(name=name)).values.append(value)
-        self._tell({"add": name, "value": value})
+    def add(self, name: str, value: float, turn: int | None = None) -> None:
+        """Adds what was measured of a row, in which turn: by that it is compared with what others took in the same one."""
+        self.rows.setdefault(name, Row(name=name)).add(value, turn)
+        self._tell({"add": name, "value": value, "turn": turn})
 
     def fail(self, name: str, reason: str) -> None:
         """Lists a row that can't be measured; what it had so far, also as ``name: milestone``, is not counted."""
@@ -97,11 +99,11 @@ class Table:
         return self.rows[name].median
 
     def ratio(self, name: str) -> float | None:
-        """A row's median relative to the base's; None where either was not measured."""
+        """A row relative to the base, by turns; None where either was not measured."""
         base, row = self.rows.get(self.base), self.rows.get(name)
         if base is None or row is None or not base.values or not row.values or not base.median:
             return None
-        return row.median / base.median
+        return ratio(row, base)
 
     def lines(self) -> list[str]:
         """The table, at most 100 columns wide."""
@@ -115,7 +117,7 @@ class Table:
                 figures += f" {self.nbytes / row.median / 1e9:6.2f} GB/s"
             figures += f"  x{ratio:6.2f}" if ratio is not None else "        -"
             figures += f"  ({min(row.values):.3f}..{max(row.values):.3f})"
-            named = textwrap.wrap(row.name, _NAME)
+            named = textwrap.wrap(row.name if len(row.values) == turns else f"{row.name} [{len(row.values)}]", _NAME)
             lines += [f"  {part}" for part in named[:-1]]
             lines.append(f"  {named[-1]:<{_NAME}} {figures}")
         for name, reason in self.failed.items():
@@ -132,7 +134,7 @@ class Table:
             "nbytes": self.nbytes,
             "base": self.base,
             "unit": self.unit,
-            "rows": [{"name": r.name, "kind": r.kind, "note": r.note, "values": [round(v, 6) for v in r.values]} for r in self.measured()],
+            "rows": [_row_as_json(row) for row in self.measured()],
             "failed": dict(self.failed),
         }
 
@@ -151,12 +153,27 @@ class Table:
         tell({"table": self.key, **event})
 
 
+def ratio(row: Row, base: Row) -> float:
+    """The median of what each turn says, of the turns that both had: the machine changes from turn to turn, less within one.
+
+    Where they had none together it is the ratio of the medians.
+    """
+    mine, theirs = row.by_turn(), base.by_turn()
+    both = [mine[turn] / theirs[turn] for turn in mine if theirs.get(turn)]
+    return statistics.median(both) if both else row.median / base.median
+
+
 def tell(event: dict[str, Any]) -> None:
     """Appends a line to the journal, if there is one."""
     path = os.environ.get(JOURNAL)
     if path:
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(event) + "\n")
+
+
+def _row_as_json(row: Row) -> dict[str, Any]:
+    document = {"name": row.name, "kind": row.kind, "note": row.note, "values": [round(value, 6) for value in row.values]}
+    return {**document, "turns": row.turns} if row.turns else document
 
 
 def fact(name: str, value: object) -> None:
@@ -194,75 +211,16 @@ def read_journal(path: Path) -> Journal:
         elif "row" in event:
             tables[event["table"]].rows.setdefault(event["row"], Row(name=event["row"], kind=event["kind"], note=event["note"]))
         elif "add" in event:
-            tables[event["table"]].rows.setdefault(event["add"], Row(name=event["add"])).values.append(event["value"])
+            tables[event["table"]].rows.setdefault(event["add"], Row(name=event["add"])).add(event["value"], event.get("turn"))
         elif "fail" in event:
             tables[event["table"]]._fail(event["fail"], event["reason"])
     return Journal(tables=list(tables.values()), facts=facts, doing=doing)
-
-
-def rotated(items: Sequence[T], turn: int) -> list[T]:
-    """The same in an order that begins one later at each turn, so that nobody always comes after the same one."""
-    return [items[(turn + n) % len(items)] for n in range(len(items))] if items else []
 
 
 def reason_of(error: BaseException) -> str:
     """An error in one line."""
     said = " ".join(str(error).split())
     return f"{type(error).__name__}: {said[:300]}" if said else type(error).__name__
-
-
-class Turns:
-    """Takes contenders in turns, each turn another one first; one that fails is left out from then on.
-
-    Args:
-        names: Who takes part.
-        repeat: Turns that count.
-        warm_ups: Turns before them: buffers are allocated, modules imported, processes forked.
-        limit_s: Seconds that one measurement may take (it is interrupted where Python can be).
-    """
-
-    def __init__(self, names: Iterable[str], *, repeat: int, warm_ups: int = 1, limit_s: float = 120) -> None:
-        self.names = list(names)
-        self.repeat, self.warm_ups, self.limit_s = repeat, warm_ups, limit_s
-        self.failed: dict[str, str] = {}
-
-    def __iter__(self) -> Iterator[tuple[int, list[str]]]:
-        """The turn (negative while warming up) and the order of those who are still in."""
-        for turn in range(-self.warm_ups, self.repeat):
-            yield turn, [name for name in rotated(self.names, turn) if name not in self.failed]
-
-    def attempt(self, name: str, tables: Iterable[Table], work: Callable[[], T]) -> T | None:
-        """Runs one measurement. None if it failed: it is then listed with its reason in all `tables`."""
-        tell({"doing": name})
-        try:
-            with deadline(self.limit_s):
-                return work()
-        except Exception as error:  # noqa: BLE001  a contender that can't is part of the result
-            self.failed[name] = reason_of(error)
-            for table in tables:
-                table.fail(name, self.failed[name])
-            return None
-        finally:
-            tell({"doing": None})
-
-
-@contextlib.contextmanager
-def deadline(seconds: float) -> Iterator[None]:
-    """Raises `Overdue` in the main thread when its body takes longer; elsewhere it does nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def overdue(number: int, frame: FrameType | None) -> None:
-        raise Overdue(f"not done after {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, overdue)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def timed(work: Callable[..., object], *args: Any, **kwargs: Any) -> float:

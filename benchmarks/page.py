@@ -62,9 +62,16 @@ def section(what: str, document: dict[str, Any]) -> str:
 def _table(table: Table) -> str:
     speed = table.unit == "s" and table.nbytes > 0
     size = f"{format_size(table.nbytes)}, " if table.nbytes else ""
-    turns = max(len(row.values) for row in table.measured())
-    head = ["", f"median{f', {table.unit}' if table.unit else ''}", *(["GB/s"] if speed else []), "relative", "fastest to slowest", ""]
-    lines = [f"{table.title} ({size}{turns} turns; relative to {table.base})", "", _line(head), _line(["---"] * len(head))]
+    head = [
+        "",
+        f"median{f', {table.unit}' if table.unit else ''}",
+        *(["GB/s"] if speed else []),
+        "relative",
+        "fastest to slowest",
+        "turns",
+        "",
+    ]
+    lines = [f"{table.title} ({size}relative to {table.base})", "", _line(head), _line(["---"] * len(head))]
     return "\n".join([*lines, *(_line(_cells(table, row, speed=speed)) for row in table.measured())])
 
 
@@ -74,7 +81,8 @@ def _cells(table: Table, row: Row, *, speed: bool) -> list[str]:
     cells = [name, _number(row.median)]
     if speed:
         cells.append(f"{table.nbytes / row.median / 1e9:.2f}")
-    return [*cells, "-" if ratio is None else f"{ratio:.2f}", f"{_number(min(row.values))} to {_number(max(row.values))}", row.note]
+    spread = f"{_number(min(row.values))} to {_number(max(row.values))}"
+    return [*cells, "-" if ratio is None else f"{ratio:.2f}", spread, str(len(row.values)), row.note]
 
 
 def _number(value: float) -> str:

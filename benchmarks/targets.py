@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from measure import Row, Table
+from measure import Row, Table, ratio
 
 Tables = Mapping[str, Table]
 Measure = Callable[[Tables], "tuple[float, str] | None"]
@@ -80,7 +80,7 @@ def _judge(target: Target, tables: Tables) -> Verdict:
 
 
 def over(key: str, ours: str | tuple[str, ...], others: Callable[[Row], bool]) -> Measure:
-    """How many times as long the fastest of the others takes as ours: over 1 is faster than all of them.
+    """How many times as long the fastest of the others takes as ours, by turns: over 1 is faster than all of them.
 
     Args:
         key: The table.
@@ -93,7 +93,7 @@ def over(key: str, ours: str | tuple[str, ...], others: Callable[[Row], bool]) -
         best = _best(tables.get(key), others)
         if own is None or best is None:
             return None
-        return best.median / own.median, f"{best.name} {best.median:.3f} s; {own.name} {own.median:.3f} s"
+        return ratio(best, own), f"{best.name} {best.median:.3f} s; {own.name} {own.median:.3f} s"
 
     return measure
 

@@ -11,8 +11,9 @@ import plots
 import pytest
 import run
 import targets
-from measure import Table, Turns, read_journal
+from measure import Table, read_journal
 from suites import SUITES, Suite
+from turns import Turns
 
 ROOT = Path(__file__).parents[3]
 
@@ -141,6 +142,20 @@ def test_a_suite_that_does_not_end_keeps_what_it_has(tmp_path: Path, monkeypatch
     assert ran.tables[0].rows["a"].values == [1.0]
 
 
+def test_a_planned_suite_is_told_what_time_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "CACHE", tmp_path)
+    program = tmp_path / "bench_told.py"
+    program.write_text("import sys; print(sys.argv[sys.argv.index('--within') + 1])")
+    ran = run.run_suite(Suite(name="told", planned=True), [], 100.0, program=program)
+    assert 80 < float(ran.output) < 90, "something is left for the last measurement"
+
+
+def test_planned_suites_make_do_with_less_where_all_limits_are_too_much() -> None:
+    planned, other = Suite(name="a", limit_s=300, planned=True), Suite(name="b", limit_s=100)
+    assert [run.share_of(one, [planned, other], 200) for one in (planned, other)] == [150, 100]
+    assert run.share_of(planned, [planned, other], 1000) == 300
+
+
 def test_each_suite_has_a_program() -> None:
     missing = [suite.name for suite in SUITES if not (ROOT / "benchmarks" / suite.program).exists()]
     assert missing in ([], ["scale"])
@@ -186,7 +201,7 @@ def test_every_picture_of_the_page_is_there() -> None:
 def test_a_section_is_written_from_the_results() -> None:
     document = {"suites": {"s": {"tables": [table_of("k", a=[1.0], b=[2.0]).as_json()], "facts": {}, "output": ["said"]}}, "targets": []}
     written = page.filled("x\n<!-- bench: table k -->\nold\n<!-- /bench -->\ny", document)
-    assert "| b | 2.000 | 0.50 | 2.00 | 2.000 to 2.000 |" in written
+    assert "| b | 2.000 | 0.50 | 2.00 | 2.000 to 2.000 | 1 |" in written
     assert "old" not in written
     assert page.filled(written, document) == written
     assert "said" in page.section("output s", document)
