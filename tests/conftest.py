@@ -36,11 +36,11 @@ SLOW = (
 )
 """Where the slow tests are."""
 
-# Derandomised: what CI finds, a second run finds too. The long profile explores.
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=60, print_blob=True)
-hypothesis.settings.register_profile(
-    "long", deadline=None, max_examples=2000, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
+# Derandomised: what CI finds, a second run finds too. The long profile explores. A machine that stands still for a second is no fault
+# of a strategy: how long making examples takes fails nothing.
+PATIENT: dict[str, Any] = {"deadline": None, "print_blob": True, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("ci", derandomize=True, max_examples=60, **PATIENT)
+hypothesis.settings.register_profile("long", max_examples=2000, **PATIENT)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,15 @@ class Hanging(OsSyscalls):
             self.woken.set()
 
 
+async def read_in_time(storage: PosixStorage, path: str, back: bytearray) -> None:
+    """Reads, once more if a machine that stood still let a short deadline pass; without a thread it would pass each time."""
+    for _ in range(20):
+        with suppress(DeadlineError):
+            await storage.read_proved(path, 0, memoryview(back), unproved)
+            return
+    raise AssertionError("no read came through in twenty times the deadline")
+
+
 def test_a_read_that_hangs_ends_with_the_deadline_and_others_get_threads(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(pattern(8 * MIB))
     (tmp_path / "small").write_bytes(b"small")
@@ -61,11 +71,11 @@ def test_a_read_that_hangs_ends_with_the_deadline_and_others_get_threads(tmp_pat
         task = asyncio.ensure_future(storage.read_proved("file", 0, memoryview(bytearray(8 * MIB)), unproved))
         assert await asyncio.to_thread(syscalls.hangs.wait, 30)
         back = bytearray(5)
-        await storage.read_proved("small", 0, memoryview(back), unproved)
+        await read_in_time(storage, "small", back)
         assert back == b"small"
         with pytest.raises(DeadlineError, match=r"can't read .*file: no answer within 0\.2 s"):
             await asyncio.wait_for(task, 30)
-        await storage.read_proved("small", 0, memoryview(back), unproved)  # new threads took the place of those that hang
+        await read_in_time(storage, "small", back)  # new threads took the place of those that hang
         syscalls.go.set()
         assert await asyncio.to_thread(syscalls.woken.wait, 30)
         await storage.close()

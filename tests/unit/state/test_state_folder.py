@@ -118,7 +118,7 @@ def test_names_that_clash_are_stored_apart(store: tierstore.Store, tmp_path: Pat
     there_and_back(store, folder, tmp_path / "back")
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     files=st.lists(
         st.tuples(
