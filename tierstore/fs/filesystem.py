@@ -1,52 +1,35 @@
 """`TierFileSystem`: ``tier://`` for everything that speaks fsspec.
 
-Coroutines may be awaited on any event loop: each piece of work goes to the session's own one. Synchronous methods run there too and wait
-(never by `fsspec.asyn.sync`, which returns None where a coroutine was cancelled, and hangs in some forked children: PROTOCOLS.md §8).
+Here is what fsspec calls, with its arguments and its ways; `bridged` brings the work to the session's event loop, and `tree` does it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import inspect
 import os
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from glob import has_magic
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from fsspec.asyn import AsyncFileSystem
 from fsspec.callbacks import DEFAULT_CALLBACK
-from fsspec.spec import _Cached
 from fsspec.utils import isfilelike
 
-from tierstore.errors import ConflictError, NotFoundError, UsageError
+from tierstore.fs.bridged import BridgedFileSystem
 from tierstore.fs.local import receive_file, send_file
-from tierstore.fs.nodes import Node, NotAFolderError, NotEmptyError, UnsupportedModeError
-from tierstore.fs.opened import Key, Opened, Place, close_files, known_files, open_files
-from tierstore.fs.places import inner, options_of, outer, place_of, with_config
+from tierstore.fs.nodes import Node, UnsupportedModeError
+from tierstore.fs.places import inner, options_of, outer
 from tierstore.fs.streams import TierReader, TierWriter
-from tierstore.fs.tree import Range, Tree, is_index, names_index
-from tierstore.storage._threads import DaemonPool
+from tierstore.fs.tree import Range, Tree, names_index
 from tierstore.tiers.files.spool import Spool
 
 __all__ = ["TierFileSystem"]
 
-_T = TypeVar("_T")
 Info = dict[str, Any]
-_ASIDE = 4
-"""How many files of a transaction are written at once."""
 
 
-class _Placed(_Cached):  # type: ignore[misc]
-    """Instances are kept by the configuration that is meant, not by what was written to mean it."""
-
-    def __call__(cls, *args: Any, **options: Any) -> Any:
-        return super().__call__(*args, **with_config(options))
-
-
-class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
+class TierFileSystem(BridgedFileSystem):
     """Files and checkpoints of a store's tiers.
 
     Args:
@@ -62,8 +45,6 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
 
     protocol = "tier"
     root_marker = "/"
-    mirror_sync_methods = False  # ours are below: fsspec's bridge has traps
-    cachable = True
 
     def __init__(
         self,
@@ -78,13 +59,7 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
     ) -> None:
         if getattr(self, "_cached", False):
             return
-        # A loop is named only because the base class would start one of its own; `loop` gives the session's.
-        super().__init__(asynchronous=True, batch_size=batch_size, **{**options, "use_listings_cache": False})
-        self.asynchronous = asynchronous
-        self._given: dict[str, Any] = {"config": config, "tiers": None if tiers is None else list(tiers), "ack": ack}
-        self._place: Place | None = None
-        self._key: Key = ("", "")
-        self._pool: DaemonPool | None = None
+        super().__init__(config, tiers, ack, asynchronous=asynchronous, batch_size=batch_size, **options)
 
     # ---- the store behind it
 
@@ -122,28 +97,7 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
         Raises:
             DeadlineError, TierStoreError: As `sync_tiers`; `tierstore sync`, or a later process on this node, carries on what is left.
         """
-        if self._place is not None:
-            close_files(self._key, deadline=deadline)
-
-    def _opened(self, *, writing: bool = False) -> Opened:
-        if self._place is None:
-            place = place_of(self._given["config"], self._given["tiers"], self._given["ack"])
-            self._key = place.key
-            self._place = place
-        return open_files(self._place, self._key, writing=writing)
-
-    def _wait(self, coro: Callable[[], Coroutine[Any, Any, _T]], *, writing: bool = False) -> _T:
-        """Runs a coroutine on the session's loop and waits for it; as `EventLoop.run`."""
-        return self._opened(writing=writing).session.run(coro())
-
-    async def _there(self, work: Callable[[Tree], Coroutine[Any, Any, _T]], *, writing: bool = False) -> _T:
-        """Runs `work` on the session's loop, from whichever loop this is awaited on."""
-        opened = known_files(self._key, writing=writing)
-        if opened is None:
-            opened = await asyncio.to_thread(self._opened, writing=writing)
-        if asyncio.get_running_loop() is opened.session.loop.asyncio_loop:
-            return await work(opened.tree)
-        return await asyncio.wrap_future(opened.session.submit(work(opened.tree)))
+        self._close(deadline)
 
     # ---- names
 
@@ -180,15 +134,12 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
         if maxdepth is not None and maxdepth < 1:
             raise ValueError("maxdepth must be at least 1")
         name = self._names(path)
-        start = f"{name}/" if name else ""
 
         async def look(tree: Tree) -> list[Node]:
             found = [
                 node
-                for node in await tree.below(name)
-                if (withdirs or not node.is_folder)
-                and node.path[len(start) :].startswith(prefix)
-                and (maxdepth is None or node.path[len(start) :].count("/") < maxdepth)
+                for node in await tree.below(name, maxdepth)
+                if (withdirs or not node.is_folder) and node.path[len(name) + 1 if name else 0 :].startswith(prefix)
             ]
             own = await tree.find(name) if name and (withdirs or not found) else None
             return [own, *found] if own is not None and (withdirs or not own.is_folder) else found
@@ -314,12 +265,6 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
 
     # ---- writing
 
-    async def _aside(self, work: Callable[..., object], *args: object) -> None:
-        """Runs `work`, which waits for the session's loop, in a thread of our own: the loop's threads may be what it waits for."""
-        if self._pool is None or self._pool.pid != os.getpid():
-            self._pool = DaemonPool(_ASIDE, "tierstore-fs")
-        await asyncio.wrap_future(self._pool.submit(work, *args))
-
     async def _pipe_file(self, path: str, value: Any, mode: str = "overwrite", **options: Any) -> None:
         name = self._names(path)
         if self._intrans:
@@ -397,7 +342,6 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
                     raise
 
     async def _mv(self, path1: Any, path2: Any, recursive: bool = False, maxdepth: int | None = None, **options: Any) -> None:
-        """The new name is there before the old one goes; between the two both are."""
         if isinstance(path1, list):
             for old, new in zip(path1, path2, strict=True):
                 await self._mv(old, new)
@@ -406,39 +350,16 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
         if source == target:
             return
 
-        async def move(tree: Tree) -> None:
-            await tree.check_writable(source, target)
-            node = await tree.look_up(source)
-            to = await tree.find(target)
-            into = f"{target}/{source.rpartition('/')[2]}" if str(path2).endswith("/") or (to is not None and to.is_folder) else target
-            if not node.is_folder:
-                await tree.copy(source, into)
-                await tree.remove([node])
-                return
-            if f"{into}/".startswith(f"{source}/"):
-                raise UsageError(f"/{source} can't be moved into itself", hint="move it elsewhere")
-            moved = [node, *await tree.below(source)]
-            for each in sorted(moved, key=is_index):
-                if each.source is not None:
-                    await tree.copy(each.path, f"{into}{each.path[len(source) :]}")
-            await tree.remove(moved)
-
         if has_magic(source) and not await self._exists(path1):
             await self._copy(path1, path2, recursive=recursive, maxdepth=maxdepth, on_error="raise")
             await self._rm(path1, recursive=recursive, maxdepth=maxdepth)
             return
-        await self._there(move, writing=True)
+        await self._there(lambda tree: tree.move(source, target, into=str(path2).endswith("/")), writing=True)
 
     async def _rm_file(self, path: str, **options: Any) -> None:
         name = self._names(path)
 
-        async def remove(tree: Tree) -> None:
-            node = await tree.look_up(name)
-            if node.is_folder and await tree.below(name):
-                raise NotEmptyError(f"/{name} is a folder that is not empty", hint="use fs.rm(path, recursive=True)")
-            await tree.remove([node])
-
-        await self._there(remove, writing=True)
+        await self._there(lambda tree: tree.remove_one(name), writing=True)
 
     async def _rm(
         self, path: Any, recursive: bool = False, batch_size: int | None = None, maxdepth: int | None = None, **options: Any
@@ -449,21 +370,7 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
                 await self._rm_file(each)
             return
 
-        async def below(tree: Tree, name: str) -> list[Node]:
-            node = await tree.find(name)
-            if node is None or not node.is_folder:
-                return [] if node is None else [node]
-            depth = len(name) + 1 if name else 0
-            nodes = [each for each in await tree.below(name) if maxdepth is None or each.path[depth:].count("/") < maxdepth]
-            return [*nodes, node] if name else nodes
-
-        async def remove(tree: Tree) -> None:
-            nodes = {node.path: node for each in found for node in await below(tree, each[1:])}
-            if not nodes:
-                raise NotFoundError(f"there is nothing to remove under {path!r}", hint="look with fs.ls")
-            await tree.remove(list(nodes.values()))
-
-        await self._there(remove, writing=True)
+        await self._there(lambda tree: tree.remove_all([inner(each)[1:] for each in found], maxdepth), writing=True)
 
     async def _mkdir(self, path: str, create_parents: bool = True, **options: Any) -> None:
         name = self._names(path)
@@ -476,15 +383,7 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
     async def _rmdir(self, path: str) -> None:
         name = self._names(path)
 
-        async def remove(tree: Tree) -> None:
-            node = await tree.look_up(name)
-            if not node.is_folder:
-                raise NotAFolderError(f"/{name} is a file", hint="use fs.rm_file")
-            if await tree.below(name):
-                raise NotEmptyError(f"/{name} is a folder that is not empty", hint="use fs.rm(path, recursive=True)")
-            await tree.remove([node])
-
-        await self._there(remove, writing=True)
+        await self._there(lambda tree: tree.remove_one(name, folder=True), writing=True)
 
     async def _touch(self, path: str, truncate: bool = True, **options: Any) -> None:
         if truncate or not await self._exists(path):
@@ -516,47 +415,13 @@ class TierFileSystem(AsyncFileSystem, metaclass=_Placed):  # type: ignore[misc]
         opened = self._opened(writing=True)
         exclusive = mode == "xb"
 
-        async def check(tree: Tree) -> None:
-            await tree.check_target(name)
-            if exclusive and (node := await tree.find(name)) is not None and not node.is_folder:
-                raise ConflictError(f"there is a file /{name} already", hint="open it with 'wb' to replace it")
-
-        opened.session.run(check(opened.tree))
+        opened.session.run(opened.tree.check_new(name, exclusive=exclusive))
 
         def publish(spool: Spool) -> None:
             opened.session.run(opened.tree.publish(name, spool, exclusive=exclusive))
 
         return TierWriter(opened.files.spool(), publish, name, mode=mode, autocommit=autocommit)
 
-    def __reduce__(self) -> Any:
-        """Another process opens the same configuration for itself."""
-        return _make, (type(self), {**self._given, "asynchronous": self.asynchronous})
-
-
-def _make(cls: type[TierFileSystem], options: dict[str, Any]) -> TierFileSystem:
-    return cls(**{key: value for key, value in options.items() if value})
-
 
 def _exclusive(mode: str) -> bool:
     return mode == "create"
-
-
-_WRITES = frozenset(
-    {"copy", "cp_file", "makedirs", "mkdir", "mv", "pipe", "pipe_file", "put", "put_file", "rm", "rm_file", "rmdir", "touch"}
-)
-
-
-def _synchronous(name: str) -> Callable[..., Any]:
-    method = getattr(TierFileSystem, f"_{name}")
-
-    @functools.wraps(method)
-    def wait(self: TierFileSystem, *args: Any, **options: Any) -> Any:
-        return self._wait(lambda: getattr(self, f"_{name}")(*args, **options), writing=name in _WRITES)
-
-    wait.__name__ = name
-    return wait
-
-
-for _name in [name[1:] for name in dir(TierFileSystem) if inspect.iscoroutinefunction(getattr(TierFileSystem, name))]:
-    if hasattr(AsyncFileSystem, _name) and _name not in vars(TierFileSystem):
-        setattr(TierFileSystem, _name, _synchronous(_name))

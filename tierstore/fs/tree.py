@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tierstore.errors import ConflictError, NotFoundError, TierStoreError, UsageError
 from tierstore.fs.checkpoints import Checkpoints
-from tierstore.fs.nodes import CheckpointFile, Node, NotAFolderError, folder_node, node_of
+from tierstore.fs.nodes import CheckpointFile, Node, NotAFolderError, NotEmptyError, folder_node, node_of
 from tierstore.tiers.files.entry import FileVersion
 from tierstore.tiers.files.files import Files
 from tierstore.tiers.files.spool import Spool
@@ -90,9 +90,11 @@ class Tree:
         node = await self.look_up(folder)
         return [] if node.is_folder else [node]
 
-    async def below(self, folder: str) -> list[Node]:
-        """All files and folders below `folder`, at any depth; sorted by path."""
-        return _merged(await self.files.list(folder, recursive=True), await self.checkpoints.below(folder))
+    async def below(self, folder: str, maxdepth: int | None = None) -> list[Node]:
+        """All files and folders below `folder`, sorted by path; those directly in it are at depth 1. `maxdepth` None: at any depth."""
+        found = _merged(await self.files.list(folder, recursive=True), await self.checkpoints.below(folder))
+        start = len(folder) + 1 if folder else 0
+        return [node for node in found if maxdepth is None or node.path[start:].count("/") < maxdepth]
 
     # ---- reading
 
@@ -182,6 +184,16 @@ class Tree:
         if file is not None:
             raise NotAFolderError(f"/{file} is a file: there can't be a /{path} below it", hint="choose another name, or remove the file")
 
+    async def check_new(self, path: str, *, exclusive: bool) -> None:
+        """Errors as `check_target`, for a file that is about to be written.
+
+        Raises:
+            ConflictError: `exclusive`, and there is one.
+        """
+        await self.check_target(path)
+        if exclusive and (node := await self.find(path)) is not None and not node.is_folder:
+            raise ConflictError(f"there is a file /{path} already", hint="open it with 'wb' to replace it")
+
     async def copy(self, source: str, target: str) -> None:
         """Copies one file, or makes the folder `target` where `source` is one."""
         node = await self.look_up(source)
@@ -201,6 +213,31 @@ class Tree:
             await self.check_target(target)
             await self.files.copy(source, target)
 
+    async def move(self, source: str, target: str, *, into: bool) -> None:
+        """Moves a file, or a folder with all that is in it; `into`: below `target`, as where there is a folder of that name.
+
+        The new name is there before the old one goes; between the two both are. Indexes (`is_index`) are copied when all others are there.
+
+        Raises:
+            UsageError: A folder would be moved into itself.
+        """
+        await self.check_writable(source, target)
+        node = await self.look_up(source)
+        to = await self.find(target)
+        if into or (to is not None and to.is_folder):
+            target = f"{target}/{source.rpartition('/')[2]}"
+        if not node.is_folder:
+            await self.copy(source, target)
+            await self.remove([node])
+            return
+        if f"{target}/".startswith(f"{source}/"):
+            raise UsageError(f"/{source} can't be moved into itself", hint="move it elsewhere")
+        moved = [node, *await self.below(source)]
+        for each in sorted(moved, key=is_index):
+            if each.source is not None:
+                await self.copy(each.path, f"{target}{each.path[len(source) :]}")
+        await self.remove(moved)
+
     async def make_folder(self, path: str, *, exist_ok: bool, parents: bool = True) -> None:
         """Makes a folder that is there also while it is empty; its parents are folders by that.
 
@@ -219,6 +256,37 @@ class Tree:
             raise NotFoundError(f"there is no folder /{above} to make /{path} in", hint="use create_parents=True, or makedirs")
         await self.check_target(path)
         await self.files.make_folder(path)
+
+    async def remove_one(self, path: str, *, folder: bool = False) -> None:
+        """Removes a file or an empty folder; `folder`: only a folder.
+
+        Raises:
+            NotAFolderError: `folder`, and it is a file.
+            NotEmptyError: It is a folder that holds something.
+        """
+        node = await self.look_up(path)
+        if folder and not node.is_folder:
+            raise NotAFolderError(f"/{path} is a file", hint="use fs.rm_file")
+        if node.is_folder and await self.below(path):
+            raise NotEmptyError(f"/{path} is a folder that is not empty", hint="use fs.rm(path, recursive=True)")
+        await self.remove([node])
+
+    async def remove_all(self, paths: Sequence[str], maxdepth: int | None = None) -> None:
+        """Removes files, and folders with what is in them, as deep as `maxdepth` (as `below`).
+
+        Raises:
+            NotFoundError: There is nothing of that.
+        """
+        found: dict[str, Node] = {}
+        for path in paths:
+            node = await self.find(path)
+            nodes = [] if node is None else [node]
+            if node is not None and node.is_folder:
+                nodes = [*await self.below(path, maxdepth), *(nodes if path else [])]
+            found.update((each.path, each) for each in nodes)
+        if not found:
+            raise NotFoundError(f"there is nothing to remove under {', '.join(f'/{path}' for path in paths)}", hint="look with fs.ls")
+        await self.remove(list(found.values()))
 
     async def remove(self, nodes: Sequence[Node]) -> None:
         """Removes files, and folders that somebody made; those that only hold something are gone with it.
