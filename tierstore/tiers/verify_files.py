@@ -27,8 +27,9 @@ from tierstore.tiers.progress import NO_PROGRESS, Progress
 from tierstore.tiers.quantised import QuantisedReader, look_at_shards, lossy_blocks, lossy_files
 from tierstore.tiers.tier import Tier, Tiers
 from tierstore.tiers.together import together
-from tierstore.tiers.verify_references import missing_sources
+from tierstore.tiers.verify_references import look_at_sources
 from tierstore.tiers.view import further
+from tierstore.units import format_some
 
 __all__ = ["Level", "Looking", "Verifying", "good_index", "good_manifest", "lossy_of", "read_blocks", "runs_of", "verify_copy"]
 
@@ -38,6 +39,7 @@ Level = Literal["quick", "sample", "full"]
 
 _READ_NBYTES = 8 << 20
 _HEADS_AT_ONCE = 32
+_MOST_NAMED = 5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,21 +120,22 @@ async def verify_copy(looking: Looking, info: CheckpointInfo, tier: Tier) -> Non
         looking.note("V106", name, f"{there[name].nbytes} bytes that the manifest does not name")
     sound = [f for f in expected if _present(looking, f, there)]
     shards = [there[f.name] for f in sound if f.kind == "shard"]
-    gone = await missing_sources(tier, info.attempt, shards)
+    sources = await look_at_sources(tier, info.attempt, shards)
     packed = [f.path.rpartition("/")[2] for f in shards if f.stored_nbytes is not None]
-    unreadable = (await look_at_shards(tier, info.attempt, packed)).damaged
-    for name, paths in gone.items():
-        looking.note("V101", name, f"it takes bytes from {', '.join(paths)}, and that is not there")
-    sound = [f for f in sound if f.name not in gone]
+    damaged = (await look_at_shards(tier, info.attempt, packed)).damaged
+    unreadable = {**sources.wrong, **{name: error.message for name, error in damaged.items()}}
+    for name, paths in sources.missing.items():
+        looking.note("V101", name, f"it takes bytes from {format_some(paths, _MOST_NAMED)}, and that is not there")
+    sound = [f for f in sound if f.name not in sources.missing]
     work.files += len(expected)
     changed = await _changed_objects(looking, info, tier, sound, await _recorded_facts(looking, info, tier, facts))
     index = await _index(looking, info, tier, manifest, sound)
     reader = await _quantised(looking, info, tier, manifest.block_nbytes)
     if work.level != "quick":
         await _read_payload(looking, info, tier, manifest, sound, index, reader)
-    for name, error in unreadable.items():  # a packed file that was cut short, say: its listing tells the raw one's length
+    for name, why in unreadable.items():  # a packed file that was cut short, say: its listing tells the raw one's length
         if not any(f.file == name for f in looking.findings):
-            looking.note("V103", name, error.message)
+            looking.note("V103", name, why)
     for name, detail in changed.items():
         bad = any(f.file == name and f.code in ("V101", "V103") for f in looking.findings)
         if not bad:  # a bad block says more than a changed checksum
