@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from lora_kit import lora_state
 from packed_tiers_kit import Place
 from tiers_kit import SteppedClock
 
@@ -15,15 +14,6 @@ from tierstore.testing.equality import assert_same_state
 from tierstore.tiers.verify import verify
 
 KEEP = {"keep": [{"last": 1}], "gc": {"undelete_window": "1h"}}
-
-
-def lora_state(step: int, *, base: int = 0) -> dict[str, Any]:
-    """Frozen weights of 12 MiB, adapters of 192 KiB that are trained."""
-    frozen = torch.Generator().manual_seed(base)
-    trained = torch.Generator().manual_seed(1000 + step)
-    layers = {f"layer{n}": torch.randn(1024, 2048, generator=frozen).bfloat16() for n in range(3)}
-    adapters = {f"layer{n}": torch.randn(8, 2048, generator=trained) for n in range(3)}
-    return {"base": layers, "lora": adapters, "step": step}
 
 
 @pytest.fixture

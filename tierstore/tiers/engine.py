@@ -15,9 +15,10 @@ from tierstore.storage.tasks import end_all
 from tierstore.tiers.catalog import RecordCache, scan
 from tierstore.tiers.commit import condemned_error
 from tierstore.tiers.copying import CopyContext
+from tierstore.tiers.direct import Refers
 from tierstore.tiers.gc.collect import tend
 from tierstore.tiers.gc.housekeeping import Housekeeping
-from tierstore.tiers.jobs import PendingCopy, WorkerOptions
+from tierstore.tiers.jobs import PendingCopy, SaveJob, WorkerOptions
 from tierstore.tiers.lanes import Entry, Lane
 from tierstore.tiers.leases import LeaseWatch
 from tierstore.tiers.leftovers import sweep_leftovers
@@ -201,7 +202,15 @@ class Engine:
                 authority=self.tiers.is_authority(tier),
                 block_nbytes=self.options.block_nbytes,
                 limit=self.context.limits.get(tier.name),
+                refer=self.refers(job, tier),
             )
+
+    def refers(self, job: SaveJob, tier: Tier) -> Refers | None:
+        """How an image may refer to what its tier has; None where none does."""
+        if not tier.unchanged_once:
+            return None
+        whole = job.world_size == 1
+        return Refers(context=self.context, attempt=job.attempt, tier=tier, block_nbytes=self.options.block_nbytes, whole=whole)
 
     async def rescan_when_idle(self) -> None:
         """Looks for what other processes left: at the start, and every now and then while there is nothing else to do."""

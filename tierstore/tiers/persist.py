@@ -1,6 +1,7 @@
 """One rank's share of a save, made durable on one tier: the shard, then its part record, then (off the authority) a receipt.
 
-PROTOCOLS.md §4, steps 2 and 3. Blocks are hashed while they are written. Only the part record makes a shard count.
+PROTOCOLS.md §4, steps 2 and 3. Blocks are hashed while they are written, or before it where that says which of them need not be
+(`tiers/direct.py`). Only the part record makes a shard count.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from tierstore.format.part import Part, encode_part
 from tierstore.format.receipt import Receipt, decode_receipt, encode_receipt
 from tierstore.names import TMP, Attempt, part_name, shard_name
 from tierstore.storage.bandwidth import Bandwidth
-from tierstore.storage.contract import FileInfo, InMemory, Source, Storage
+from tierstore.storage.contract import FileInfo, InMemory, PackHints, Source, Storage, WritesPacked
 from tierstore.storage.sources import LocalSource, StorageSource, ThrottledSource, bare_of, work_of
+from tierstore.tiers.direct import Bare, Refers
 from tierstore.tiers.space import SAVE_RESERVE_NBYTES
 from tierstore.tiers.space_estimate import check_room_to_save
 from tierstore.tiers.tier import Tier
@@ -191,6 +193,7 @@ async def persist(
     block_nbytes: int = BLOCK_NBYTES,
     reserve_nbytes: int = SAVE_RESERVE_NBYTES,
     limit: Bandwidth | None = None,
+    refer: Refers | None = None,
 ) -> Part:
     """Makes one rank's part of an attempt durable on `tier`.
 
@@ -210,6 +213,7 @@ async def persist(
         block_nbytes: The block size, in bytes.
         reserve_nbytes: Free space to leave, in bytes.
         limit: The tier's bandwidth limit, for bytes that are copied; what a folder takes in by a link passes at once.
+        refer: Takes bytes that did not change from earlier checkpoints on the tier; None: the shard is written whole.
 
     Returns:
         The part record that was written.
@@ -232,9 +236,14 @@ async def persist(
         raise
     own = written is None or (isinstance(shard, LocalSource) and shard.memory)
     copied = shard if limit is None or written is not None else ThrottledSource(shard, limit)
-    source = HashingSource(copied if own else StorageSource(tier.storage, attempt.path(name), shard.nbytes), block_nbytes)
+    taking = refer if written is None and refer is not None and await refer.expected(name, shard) else None
+    pulled = Bare(shard, shard.nbytes) if taking is not None and isinstance(shard, InMemory) else copied
+    source = HashingSource(pulled if own else StorageSource(tier.storage, attempt.path(name), shard.nbytes), block_nbytes)
     try:
-        if written is None:
+        if taking is not None:
+            await _pull(source, tier.storage.capabilities.part_nbytes)
+            written = await _write_referring(tier.storage, attempt.path(name), copied, name, await source.finish(), taking)
+        elif written is None:
             written = await tier.storage.write(attempt.path(name), source)
         else:
             await _pull(source, tier.storage.capabilities.part_nbytes)
@@ -252,6 +261,8 @@ async def persist(
     reach("persist.after-shard")
 
     files = [FileEntry(name=name, nbytes=shard.nbytes, block_digests=digests)]
+    if refer is not None:
+        refer.learned(files[0])
     part = Part(
         run=attempt.run,
         step=attempt.step,
@@ -289,6 +300,14 @@ async def _taken_in(storage: Storage, path: str, shard: Source) -> FileInfo | No
             raise
         return None  # somebody removed the image's name, the whole folder maybe: its bytes are in memory all the same
     return taken
+
+
+async def _write_referring(storage: Storage, path: str, shard: Source, name: str, digests: bytes, refer: Refers) -> FileInfo:
+    """Writes a shard whose digests are known, but for what the storage has of it already."""
+    unchanged = await refer.unchanged(FileEntry(name=name, nbytes=shard.nbytes, block_digests=digests))
+    if unchanged and isinstance(storage, WritesPacked):
+        return await storage.write_packed(path, shard, PackHints(exact=True, unchanged=unchanged))
+    return await storage.write(path, shard)
 
 
 async def _pull(source: Source, part_nbytes: int) -> None:

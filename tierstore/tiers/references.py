@@ -116,6 +116,16 @@ class References:
             return 0
         return sum(piece.end - piece.begin for _, pieces in found for piece in pieces)
 
+    async def may_have(self, tiers: Tiers, attempt: Attempt, target: Tier, name: str, nbytes: int) -> bool:
+        """Whether there is a checkpoint on the target that a file could take bytes from, whatever these are; nobody's log is told."""
+        if not _refers(tiers, target, name, nbytes):
+            return False
+        try:
+            async with self._turn(target):
+                return await self._base(tiers, attempt, target) is not None
+        except TierStoreError:
+            return False
+
     def _turn(self, target: Tier) -> asyncio.Lock:
         return self._turns.setdefault(target.name, asyncio.Lock())
 
@@ -124,10 +134,8 @@ class References:
     ) -> list[tuple[Attempt, list[Unchanged]]]:
         """Whose bytes on the target those of a file are, as far as it is worth it."""
         storage = target.storage
-        if not (target.unchanged_once and isinstance(storage, WritesPacked) and packable(file.name) and file.nbytes):
+        if not (_refers(tiers, target, file.name, file.nbytes) and isinstance(storage, WritesPacked)):
             return []
-        if target.name in {tier.name for tier in staging(tiers)}:
-            return []  # its name stands for many disks, and no log says what lies on them
         async with self._turn(target):  # the files of a checkpoint come together, and all want the same
             base = await self._base(tiers, attempt, target)
             if base is None:
@@ -189,6 +197,13 @@ class References:
                 log.info("tier=%s checkpoint=%s takes nothing from %s: %s", target.name, attempt.folder, owner.folder, why)
             _keep(self._answers, key, not why)
         return self._answers[key]
+
+
+def _refers(tiers: Tiers, target: Tier, name: str, nbytes: int) -> bool:
+    """Whether files of that name refer to others on the tier; not on a node's: its name stands for many disks, and no log says what lies
+    on them."""
+    packs = target.unchanged_once and isinstance(target.storage, WritesPacked) and packable(name) and nbytes > 0
+    return packs and target.name not in {tier.name for tier in staging(tiers)}
 
 
 class _SoAlready(Exception):
