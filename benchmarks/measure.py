@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import re
 import statistics
@@ -156,11 +157,14 @@ class Table:
 def ratio(row: Row, base: Row) -> float:
     """The median of what each turn says, of the turns that both had: the machine changes from turn to turn, less within one.
 
-    Where they had none together it is the ratio of the medians.
+    Of two in the middle it is the geometric mean: so the inverse ratio is the inverse. Where they had no turn together it is the ratio of
+    the medians.
     """
     mine, theirs = row.by_turn(), base.by_turn()
-    both = [mine[turn] / theirs[turn] for turn in mine if theirs.get(turn)]
-    return statistics.median(both) if both else row.median / base.median
+    both = sorted(mine[turn] / theirs[turn] for turn in mine if theirs.get(turn))
+    if not both or both[0] <= 0:
+        return row.median / base.median
+    return math.sqrt(both[len(both) // 2] * both[(len(both) - 1) // 2])
 
 
 def tell(event: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -15,6 +16,7 @@ def main() -> None:
             from tierstore.cli.names_asked import main as complete_names
 
             complete_names(sys.argv[2:])
+        gc.disable()  # nothing of what is loaded now becomes garbage, and looking for it is a tenth of a start; the verb has it again
         from tierstore.cli.main import main as command_line
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")

@@ -53,6 +53,16 @@ def test_ls_of_a_local_store_loads_no_array_library_no_client_and_no_other_verb(
     assert len(loaded) <= 700
 
 
+def test_a_verb_has_pythons_collector_and_what_was_loaded_for_it_is_left_alone(tmp_path: Path) -> None:
+    program = PROGRAM.replace("sorted(sys.modules)", "[gc.isenabled(), gc.get_freeze_count()]").replace("import json", "import gc, json")
+    done = subprocess.run(
+        [sys.executable, "-c", program, "ls", "--run", "sft", "--tier", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    _, (enabled, frozen) = json.loads(done.stdout.splitlines()[-1])
+    assert enabled, done.stderr
+    assert frozen > 10_000
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
 def test_the_help_loads_nothing_of_a_store(arguments: list[str]) -> None:
     loaded = modules_of(*arguments)

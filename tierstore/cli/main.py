@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Annotated
 
 import typer
@@ -34,7 +35,10 @@ def _root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
 ) -> None:
-    """What stands before the verb; `remember` keeps it."""
+    """What stands before the verb; `remember` keeps it. The verb's modules are loaded: Python's collector starts, and leaves them alone."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
 
 
 app.callback(help=_HELP)(_root)

@@ -97,6 +97,8 @@ def test_a_ratio_is_the_median_of_what_the_turns_say() -> None:
             row.add(1.0 * slow_by, turn)
     assert row.median / base.median == pytest.approx(5.5 / 3)
     assert ratio(row, base) == 0.5, "each turn says a half, however slow the machine was in it"
+    row.values[1] *= 9
+    assert ratio(row, base) * ratio(base, row) == pytest.approx(1)
 
 
 def test_without_turns_in_common_a_ratio_is_that_of_the_medians() -> None:
