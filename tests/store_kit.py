@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from tierstore.config_models import StoreConfig
 from tierstore.storage.contract import Storage
 from tierstore.storage.posix import PosixStorage
 from tierstore.tiers.jobs import WorkerOptions, worker_options
+from tierstore.tiers.ticket import Ticket
 
 NAMES = ("node", "shared", "far")
 
@@ -26,6 +28,15 @@ def tiers_of(root: Path) -> list[dict[str, str]]:
 def unsynced(uri: str) -> Storage:
     """A folder without its fsyncs, where nobody pulls the plug."""
     return PosixStorage(Path(uri), durable=False)
+
+
+def has_error(ticket: Ticket) -> Ticket:
+    """Returns when something went wrong with a save: what a short wait, or a call, says then no longer depends on who is quicker."""
+    end = time.monotonic() + 60
+    while not ticket.errors:
+        assert time.monotonic() < end, f"nothing goes wrong with {ticket!r}: {ticket.events}"
+        time.sleep(0.005)
+    return ticket
 
 
 def open_over(

@@ -49,6 +49,7 @@ def faulty_save(root: Path, plan: ArmedPlan, patch: pytest.MonkeyPatch) -> tuple
     """One process that saves step 2 and meets the fault; returns what it was told."""
     told: list[BaseException] = []
     ticket = None
+    hangs = plan.kind == "hang" and plan.nth != NEVER  # while operations are counted none hangs, and each may take its time
 
     def make(uri: str) -> Storage:
         return FaultStorage(unsynced(uri), plan)
@@ -60,11 +61,11 @@ def faulty_save(root: Path, plan: ArmedPlan, patch: pytest.MonkeyPatch) -> tuple
     plan.armed = True
     try:
         ticket = store.save(2, state_of(2))
-        ticket.wait("durable", timeout=0.5 if plan.kind == "hang" else 20)
+        ticket.wait("durable", timeout=0.5 if hangs else 60)
     except (TierStoreError, concurrent.futures.CancelledError) as error:
         told.append(error)
     try:
-        store.close(0.2 if plan.kind == "hang" else 20)
+        store.close(0.2 if hangs else 60)
     except (TierStoreError, concurrent.futures.CancelledError) as error:
         told.append(error)
     return told, ticket
@@ -78,8 +79,8 @@ def kind_is_cancel(error: BaseException) -> bool:
 def prepare(root: Path, patch: pytest.MonkeyPatch, *steps: int) -> None:
     with open_over(patch, unsynced, root, rules=RULES) as store:
         for step in steps:
-            store.save(step, state_of(step)).wait("durable", timeout=20)
-        store.sync(timeout=20)
+            store.save(step, state_of(step)).wait("durable", timeout=60)
+        store.sync(timeout=60)
 
 
 def chosen(plan_count: int, kind: str, long_run: bool) -> list[int]:
@@ -110,8 +111,8 @@ def save_and_check(root: Path, plan: ArmedPlan, patch: pytest.MonkeyPatch) -> No
         assert resumed is not None
         assert resumed.step == 2 or "staged" not in levels, what
         assert_same_state(resumed.state, state_of(resumed.step))
-        store.save(3, state_of(3)).wait("durable", timeout=20)
-        store.sync(timeout=20)
+        store.save(3, state_of(3)).wait("durable", timeout=60)
+        store.sync(timeout=60)
         count = len(store.checkpoints())
         found = asyncio.run(verify(store._session.tiers, "r", level="full"))
     assert count == (3 if resumed.step == 2 else 2), what

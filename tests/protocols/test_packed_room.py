@@ -12,6 +12,7 @@ import pytest
 import torch
 from packed_tiers_kit import Place, adam_state
 from packing_kit import training_shard
+from store_kit import has_error
 
 import tierstore
 from tierstore.errors import DeadlineError, TierFullError, TierStoreError
@@ -53,7 +54,7 @@ def why_not(store: tierstore.Store, step: int, state: Any) -> TierStoreError:
     """Why a step does not reach the tier now; it is left for later."""
     ticket = store.save(step, state)
     with pytest.raises(TierStoreError) as caught:
-        ticket.wait("far", timeout=2)
+        has_error(ticket).wait("far", timeout=0.05)
     return caught.value
 
 
@@ -119,7 +120,7 @@ def test_a_save_straight_to_a_packed_tier_is_estimated_by_the_one_before(tmp_pat
         free[0] = 64 * MIB + raw // 4
         ticket = store.save(3, adam_state(3))
         with pytest.raises(DeadlineError, match=r"TierFullError.* are wanted \(about that, packed; \d+ before\)"):
-            ticket.wait("committed", timeout=2)
+            has_error(ticket).wait("committed", timeout=0.05)
         free[0] = 1 << 40
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from retention_kit import HOUR_S, NAMES, Truth, client_tiers, files_of_storages, garbage, housekeeping, persist_small, policy_of, save_small
 from stepping_kit import tiers_over
-from store_kit import open_over, unsynced
+from store_kit import has_error, open_over, unsynced
 from tiers_kit import Hooked, SteppedClock, attempt_at, flip, path_of
 
 import tierstore
@@ -239,9 +239,9 @@ def test_33_a_full_tier_refuses_the_save_before_anything_old_is_touched(tmp_path
     async def nothing(operation: str, path: str) -> None: ...
 
     store = open_at(tmp_path, monkeypatch, lambda uri: Full(unsynced(uri), nothing))
-    store.save(2, state_of(2))
+    has_error(store.save(2, state_of(2)))
     with pytest.raises(TierStoreError, match="0 bytes free"):
-        store.close(1.0)
+        store.close(0.5)
     after = truth_of(tmp_path)
     for name in NAMES:
         assert before.files[name].items() <= after.files[name].items()

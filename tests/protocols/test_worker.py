@@ -14,7 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tiers_kit import SteppedClock
 
+from tierstore.clock import Clock
 from tierstore.errors import (
     AccessError,
     ClosedError,
@@ -26,7 +28,7 @@ from tierstore.errors import (
     TierFullError,
     TierStoreError,
 )
-from tierstore.names import Attempt
+from tierstore.names import Attempt, part_name
 from tierstore.testing.flows import HookedStorage, LoopSession, folder_tiers, new_attempt, save_job, shard_bytes
 from tierstore.tiers.catalog import scan
 from tierstore.tiers.engine import Engine
@@ -91,7 +93,7 @@ class Gate:
         self.reached.set()
         if self.error is not None:
             raise self.error()
-        await asyncio.to_thread(self.open.wait, 60)
+        await asyncio.to_thread(self.open.wait, 120)
 
 
 def hook(session: LoopSession, name: str, gate: Gate) -> Gate:
@@ -121,8 +123,8 @@ def shard_on(root: Path, tier: str, attempt: Attempt, rank: int = 0, world_size:
 def test_a_save_reaches_every_tier_and_each_replica_is_complete_in_itself(tmp_path: Path) -> None:
     with working(tmp_path, LAYOUT, durable_at="object") as (worker, _):
         ticket = worker.submit(save_job(new_attempt("r", 1)))
-        ticket.wait("durable", 20)
-        worker.drain(20)
+        ticket.wait("durable", 60)
+        worker.drain(60)
         assert all(ticket.done(level) for level in ("staged", "committed", "durable", *LAYOUT))
         assert [e.level for e in ticket.events][:2] == ["staged", "memory"]
         for tier in LAYOUT:
@@ -136,12 +138,12 @@ def test_levels_come_in_order_and_only_after_the_fact(tmp_path: Path) -> None:
     with working(tmp_path, SHORT, durable_at="object") as (worker, session):
         gate = hook(session, "object", Gate("write", "put"))
         ticket = worker.submit(save_job(new_attempt("r", 1)))
-        ticket.wait("committed", 20)
-        assert gate.reached.wait(20)
+        ticket.wait("committed", 60)
+        assert gate.reached.wait(60)
         assert not ticket.done("object")
         assert not ticket.done("durable")
         gate.open.set()
-        ticket.wait("durable", 20)
+        ticket.wait("durable", 60)
         order = [e.level for e in ticket.events]
         assert order.index("staged") < order.index("committed") < order.index("object") < order.index("durable")
 
@@ -149,13 +151,13 @@ def test_levels_come_in_order_and_only_after_the_fact(tmp_path: Path) -> None:
 def test_latest_moves_only_with_the_commit(tmp_path: Path) -> None:
     """Case 2: `latest` does not advance while the authority has not the commit record."""
     with working(tmp_path, SHORT) as (worker, session):
-        worker.submit(save_job(new_attempt("r", 1))).wait("committed", 20)
+        worker.submit(save_job(new_attempt("r", 1))).wait("committed", 60)
         gate = hook(session, "pfs", Gate("create", matching=".log"))
         ticket = worker.submit(save_job(new_attempt("r", 2)))
-        assert gate.reached.wait(20)
+        assert gate.reached.wait(60)
         assert latest(session) == 1
         gate.open.set()
-        ticket.wait("committed", 20)
+        ticket.wait("committed", 60)
         assert latest(session) == 2
 
 
@@ -164,7 +166,7 @@ def test_overlapping_saves_stay_exact(tmp_path: Path) -> None:
     with working(tmp_path, LAYOUT) as (worker, _):
         attempts = [new_attempt("r", step) for step in (1, 2, 2, 3)]
         tickets = [worker.submit(save_job(a, seed=n)) for n, a in enumerate(attempts)]
-        worker.drain(30)
+        worker.drain(60)
         for seed, ticket in enumerate(tickets):
             ticket.wait("committed", 0)
             data, _ = shard_bytes(0, 1, seed=seed, nbytes=300_000)
@@ -180,7 +182,7 @@ def test_the_image_is_released_once_it_is_on_the_nearest_tier(tmp_path: Path) ->
         image = weakref.ref(job.shard)
         ticket = worker.submit(job)
         del job
-        ticket.wait("staged", 20)
+        ticket.wait("staged", 60)
         eventually(lambda: released == [1], "the image was released")
         eventually(lambda: gc.collect() >= 0 and image() is None, "nothing holds the image any more")
         assert not ticket.done("committed")
@@ -192,7 +194,7 @@ def test_close_ends_what_hangs_and_tells_what_was_only_in_memory(tmp_path: Path)
         gate = hook(session, "nvme", Gate("write"))
         released: list[int] = []
         ticket = worker.submit(save_job(new_attempt("r", 1), release=lambda: released.append(1)))
-        assert gate.reached.wait(20)
+        assert gate.reached.wait(60)
         gate.open.clear()
         with pytest.raises(DeadlineError, match="steps 1 are in memory only"):
             worker.close(0.05)
@@ -209,12 +211,12 @@ def test_block_makes_the_next_save_wait_for_memory(tmp_path: Path) -> None:
         gate = hook(session, "nvme", Gate("write"))
         for step in (1, 2):
             worker.submit(save_job(new_attempt("r", step)))
-        assert gate.reached.wait(20)
+        assert gate.reached.wait(60)
         with pytest.raises(DeadlineError, match="steps 1, 2 are still in memory"):
             worker.submit(save_job(new_attempt("r", 3)), timeout_s=0.05)
         gate.open.set()
-        ticket = worker.submit(save_job(new_attempt("r", 3)), timeout_s=20)
-        ticket.wait("committed", 20)
+        ticket = worker.submit(save_job(new_attempt("r", 3)), timeout_s=60)
+        ticket.wait("committed", 60)
         assert worker._queue.peak_nbytes <= 2 * size
 
 
@@ -224,24 +226,24 @@ def test_skip_oldest_gives_up_the_oldest_save_that_is_not_being_written(tmp_path
         gate = hook(session, "nvme", Gate("write"))
         released: list[int] = []
         first = worker.submit(save_job(new_attempt("r", 1)))
-        assert gate.reached.wait(20)  # step 1 is being written: it stays
+        assert gate.reached.wait(60)  # step 1 is being written: it stays
         second = worker.submit(save_job(new_attempt("r", 2), release=lambda: released.append(2)))
-        third = worker.submit(save_job(new_attempt("r", 3)), timeout_s=20)
+        third = worker.submit(save_job(new_attempt("r", 3)), timeout_s=60)
         assert released == [2]
         with pytest.raises(SaveError, match=r"step 2 .*skipped"):
             second.wait("committed", 0)
         gate.open.set()
-        first.wait("committed", 20)
-        third.wait("committed", 20)
-        worker.drain(20)  # a skip is the rule at work, not an error to raise
+        first.wait("committed", 60)
+        third.wait("committed", 60)
+        worker.drain(60)  # a skip is the rule at work, not an error to raise
         assert latest(session) == 3
 
 
 def test_a_save_larger_than_the_bound_is_let_in_alone(tmp_path: Path) -> None:
     with working(tmp_path, SHORT, replace(FAST, max_inflight=1000)) as (worker, _):
         for step in (1, 2):
-            worker.submit(save_job(new_attempt("r", step)), timeout_s=20)
-        worker.drain(20)
+            worker.submit(save_job(new_attempt("r", step)), timeout_s=60)
+        worker.drain(60)
 
 
 def test_with_skip_oldest_a_slow_tier_takes_the_newest_first_and_the_others_later(tmp_path: Path) -> None:
@@ -250,13 +252,13 @@ def test_with_skip_oldest_a_slow_tier_takes_the_newest_first_and_the_others_late
         gate = hook(session, "object", Gate("write"))
         tickets = [worker.submit(save_job(new_attempt("r", step))) for step in (1, 2, 3, 4)]
         for ticket in tickets:
-            ticket.wait("committed", 20)
+            ticket.wait("committed", 60)
         eventually(lambda: len([p for p in worker.pending() if p.tier == "object"]) == 4, "four wait for the bucket")
-        assert gate.reached.wait(20)
+        assert gate.reached.wait(60)
         eventually(lambda: sum("put off" in p.reason for p in worker.pending()) == 2, "all but the newest are put off")
         (under_way,) = [p.attempt.step for p in worker.pending() if p.tier == "object" and p.reason == "being copied"]
         gate.open.set()
-        worker.drain(30)
+        worker.drain(60)
         assert all(t.done("object") for t in tickets)  # put off, not lost
         order = [t.attempt.step for t in sorted(tickets, key=lambda t: next(e.at for e in t.events if e.level == "object"))]
         assert order == [under_way, *sorted({1, 2, 3, 4} - {under_way}, reverse=True)]
@@ -269,7 +271,7 @@ def test_a_dead_bucket_stops_neither_training_nor_commits_and_is_reported(tmp_pa
         hook(session, "object", down)
         tickets = [worker.submit(save_job(new_attempt("r", step))) for step in (1, 2, 3)]
         for ticket in tickets:
-            ticket.wait("committed", 20)
+            ticket.wait("committed", 60)
         worker.raise_errors()  # a tier that is down is no reason to stop training
         eventually(lambda: any("connection refused" in str(e) for e in tickets[-1].errors), "the ticket has the error")
         with pytest.raises(DeadlineError, match="connection refused"):
@@ -286,7 +288,7 @@ def test_a_dead_bucket_stops_neither_training_nor_commits_and_is_reported(tmp_pa
         assert state["object"].lag_s is not None
         assert state["pfs"].checkpoints == 3
         down.open.set()
-        worker.drain(30)
+        worker.drain(60)
         assert all(t.done("object") for t in tickets)
 
 
@@ -296,12 +298,12 @@ def test_a_full_bucket_parks_the_copy_and_resumes_when_there_is_room(tmp_path: P
         assert isinstance(storage, HookedStorage)
         storage.free = 1000
         ticket = worker.submit(save_job(new_attempt("r", 1)))
-        ticket.wait("committed", 20)
+        ticket.wait("committed", 60)
         eventually(lambda: any(isinstance(e, TierFullError) for e in ticket.errors), "the ticket says that the tier is full")
         worker.raise_errors()
         assert not (tmp_path / "object" / ticket.attempt.folder).exists()
         storage.free = None
-        ticket.wait("object", 20)
+        ticket.wait("object", 60)
 
 
 def test_a_full_nearest_tier_is_passed_over(tmp_path: Path) -> None:
@@ -311,7 +313,7 @@ def test_a_full_nearest_tier_is_passed_over(tmp_path: Path) -> None:
         assert isinstance(storage, HookedStorage)
         storage.free = 1000
         ticket = worker.submit(save_job(new_attempt("r", 1)))
-        ticket.wait("object", 20)
+        ticket.wait("object", 60)
         assert isinstance(ticket.errors[0], TierFullError)
         assert ticket.done("staged")
         assert not ticket.done("memory")
@@ -327,7 +329,7 @@ def test_when_no_tier_takes_a_save_it_stays_in_memory_and_is_tried_again(tmp_pat
             worker.drain(0.05)
         for gate in gates:
             gate.open.set()
-        ticket.wait("object", 20)
+        ticket.wait("object", 60)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
@@ -338,15 +340,15 @@ def test_a_failed_save_surfaces_as_the_policy_says(tmp_path: Path, on_error: str
         hook(session, "nvme", damaged)
         ticket = worker.submit(save_job(new_attempt("r", 1)))
         with pytest.raises(SaveError, match=r"step 1 .*the image changed"):
-            ticket.wait("committed", 20)
+            ticket.wait("committed", 60)
         eventually(lambda: "the image changed" in caplog.text, "it was logged")
         damaged.open.set()
         if on_error == "raise":
             with pytest.raises(SaveError, match=r"step 1 .*'nvme' failed") as raised:
                 worker.raise_errors()
             assert isinstance(raised.value.__cause__, SaveError)
-        worker.submit(save_job(new_attempt("r", 2))).wait("committed", 20)  # each error is raised once
-        worker.drain(20)
+        worker.submit(save_job(new_attempt("r", 2))).wait("committed", 60)  # each error is raised once
+        worker.drain(60)
         assert latest(session) == 2
 
 
@@ -358,7 +360,7 @@ def test_an_error_that_nobody_saw_is_raised_at_close(tmp_path: Path) -> None:
         ticket = worker.submit(save_job(new_attempt("r", 9)))
         eventually(lambda: ticket.failure is not None, "the save failed")
         with pytest.raises(SaveError, match=r"step 9 .*nvme"):
-            worker.close(20)
+            worker.close(60)
         worker.close()  # idempotent
         with pytest.raises(ClosedError):
             worker.submit(save_job(new_attempt("r", 10)))
@@ -375,22 +377,22 @@ def test_a_denied_bucket_is_raised_once_and_tried_on(tmp_path: Path) -> None:
             worker.raise_errors()
         worker.raise_errors()
         denied.open.set()
-        ticket.wait("object", 20)
+        ticket.wait("object", 60)
 
 
 def test_a_stalled_authority_keeps_training_free_and_the_backlog_reported(tmp_path: Path) -> None:
     """Cases 42 and 51: a shared tier that hangs stalls neither `submit` nor the node tier; the deadline names it."""
     with working(tmp_path, LAYOUT) as (worker, session):
         stalled = hook(session, "pfs", Gate("write", "create", "put"))
-        tickets = [worker.submit(save_job(new_attempt("r", step)), timeout_s=20) for step in (1, 2, 3)]
+        tickets = [worker.submit(save_job(new_attempt("r", step)), timeout_s=60) for step in (1, 2, 3)]
         for ticket in tickets:
-            ticket.wait("nvme", 20)
-        assert stalled.reached.wait(20)
+            ticket.wait("nvme", 60)
+        assert stalled.reached.wait(60)
         with pytest.raises(DeadlineError, match=r"pfs: steps 1, 2, 3"):
             worker.drain(0.05)
         assert sum(p.nbytes for p in worker.pending() if p.tier == "pfs") > 900_000
         stalled.open.set()
-        worker.drain(30)
+        worker.drain(60)
         assert all(t.done("object") for t in tickets)
 
 
@@ -398,7 +400,7 @@ def test_what_close_left_behind_is_resumed_by_the_next_process(tmp_path: Path) -
     with LoopSession(folder_tiers(tmp_path, SHORT)) as session:
         worker = Worker(session, "r", options=FAST)
         hook(session, "pfs", Gate("write"))
-        worker.submit(save_job(new_attempt("r", 4), seed=4)).wait("staged", 20)
+        worker.submit(save_job(new_attempt("r", 4), seed=4)).wait("staged", 60)
         with pytest.raises(DeadlineError, match="pfs: steps 4"):
             worker.close(0.05)
         let_through(session)
@@ -406,20 +408,22 @@ def test_what_close_left_behind_is_resumed_by_the_next_process(tmp_path: Path) -
         report = worker.adopt()  # as `resume` does: committed before anyone asks for the newest
         assert report is not None
         assert latest(session) == 4
-        worker.drain(30)
+        worker.drain(60)
         found = session.run(scan(session.tiers, "r")).checkpoints[0]
         assert found.complete_on == ("nvme", "pfs", "object")
 
 
-def ranks(root: Path, layout: dict[str, Scope], world_size: int, options: WorkerOptions = FAST) -> list[tuple[Worker, LoopSession]]:
-    sessions = [LoopSession(folder_tiers(root, layout)) for _ in range(world_size)]
+def ranks(
+    root: Path, layout: dict[str, Scope], world_size: int, options: WorkerOptions = FAST, *, clock: Clock | None = None
+) -> list[tuple[Worker, LoopSession]]:
+    sessions = [LoopSession(folder_tiers(root, layout), clock=clock) for _ in range(world_size)]
     return [(Worker(s, "r", rank=n, options=options), s) for n, s in enumerate(sessions)]
 
 
 def finish(workers: list[tuple[Worker, LoopSession]]) -> None:
     for worker, session in workers:
         try:
-            worker.close(20)
+            worker.close(60)
         except SaveError:
             pass  # the test has looked at it
         session.close()
@@ -433,7 +437,7 @@ def test_ranks_on_one_node_commit_without_a_collective(tmp_path: Path) -> None:
         tickets = [w.submit(save_job(attempt, rank=n, world_size=2)) for n, (w, _) in enumerate(workers)]
         for ticket in tickets:
             for level in ("staged", "memory", "nvme", "committed", "object"):
-                ticket.wait(level, 30)
+                ticket.wait(level, 60)
         info = workers[0][1].run(scan(workers[0][1].tiers, "r")).checkpoints[0]
         assert info.world_size == 2
         assert info.complete_on == tuple(LAYOUT)
@@ -453,9 +457,9 @@ def test_ranks_on_two_nodes_commit_and_each_node_holds_its_part(tmp_path: Path) 
         attempt = new_attempt("r", 1)
         tickets = [w.submit(save_job(attempt, rank=n, world_size=2)) for n, (w, _) in enumerate(workers)]
         for ticket in tickets:
-            ticket.wait("object", 30)
+            ticket.wait("object", 60)
         for worker, _ in workers:
-            worker.drain(20)
+            worker.drain(60)
         for node in range(2):
             names = {p.name for p in (tmp_path / f"node{node}" / "nvme" / attempt.folder).iterdir() if p.name.startswith("shard")}
             assert names == {f"shard-{node:05d}-of-00002.safetensors"}
@@ -465,13 +469,17 @@ def test_ranks_on_two_nodes_commit_and_each_node_holds_its_part(tmp_path: Path) 
 
 def test_a_rank_that_never_reports_condemns_the_attempt_by_name(tmp_path: Path) -> None:
     """Cases 43 and 44: no hang; every rank that did report gets the same error."""
-    workers = ranks(tmp_path, SHORT, 3, replace(FAST, commit_timeout_s=0.3))
+    clock = SteppedClock()
+    workers = ranks(tmp_path, SHORT, 3, replace(FAST, commit_timeout_s=30.0), clock=clock)
     try:
         attempt = new_attempt("r", 1)
         tickets = [w.submit(save_job(attempt, rank=n, world_size=3)) for n, (w, _) in enumerate(workers[:2])]
+        parts = [tmp_path / "pfs" / attempt.path(part_name(rank)) for rank in range(2)]
+        eventually(lambda: all(part.exists() for part in parts), "the two have reported")
+        clock.advance(100)
         for ticket in tickets:
             with pytest.raises(SaveError, match="rank 2") as error:
-                ticket.wait("committed", 30)
+                ticket.wait("committed", 60)
             assert isinstance(error.value.__cause__, CondemnedError)
             assert error.value.__cause__.context["missing"] == [2]
         assert latest(workers[0][1]) is None
@@ -486,17 +494,17 @@ def test_a_foreign_lock_does_not_keep_a_save_from_being_staged(tmp_path: Path) -
         other = RunLock(path, "r")
         other.acquire()
         ticket = worker.submit(save_job(new_attempt("r", 1)))
-        ticket.wait("staged", 20)
+        ticket.wait("staged", 60)
         eventually(lambda: any("another process" in p.reason for p in worker.pending()), "the worker looks on")
         assert not ticket.done("committed")
         assert ticket.errors == ()
         other.release()
-        ticket.wait("object", 20)
+        ticket.wait("object", 60)
 
 
 def test_a_forked_child_gets_a_clear_refusal(tmp_path: Path) -> None:
     with working(tmp_path, SHORT) as (worker, _):
-        worker.submit(save_job(new_attempt("r", 1))).wait("committed", 20)
+        worker.submit(save_job(new_attempt("r", 1))).wait("committed", 60)
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
@@ -521,7 +529,7 @@ def test_progress_tells_each_file_up_to_its_end(tmp_path: Path) -> None:
     with LoopSession(folder_tiers(tmp_path, SHORT)) as session:
         worker = Worker(session, "r", options=FAST, progress=note)
         worker.submit(save_job(new_attempt("r", 1), nbytes=20_000_000))
-        worker.close(30)
+        worker.close(60)
     for tier in ("pfs", "object"):
         events = seen[tier, "shard-00000-of-00001.safetensors"]
         assert len(events) > 2
@@ -534,10 +542,10 @@ def test_a_fault_in_the_program_fails_one_save_and_not_the_worker(tmp_path: Path
         job = save_job(new_attempt("r", 1))
         ticket = worker.submit(replace(job, facts={"created_at": object()}))
         with pytest.raises(SaveError):
-            ticket.wait("committed", 20)
+            ticket.wait("committed", 60)
         with pytest.raises(SaveError):
             worker.raise_errors()
-        worker.submit(save_job(new_attempt("r", 2))).wait("committed", 20)
+        worker.submit(save_job(new_attempt("r", 2))).wait("committed", 60)
         assert latest(session) == 2
 
 
@@ -557,7 +565,7 @@ def test_close_gives_up_on_a_full_authority_while_every_other_tier_is_well(tmp_p
     with working(tmp_path, SHORT, replace(FAST, patience_s=0.1)) as (worker, session):
         hook(session, "pfs", Gate("write", error=lambda: TierFullError("full")))
         ticket = worker.submit(save_job(new_attempt("r", 1)))
-        ticket.wait("staged", 20)
+        ticket.wait("staged", 60)
         with pytest.raises(DeadlineError, match="pfs: steps 1"):
             worker.close()
 
@@ -579,9 +587,9 @@ def test_a_save_that_is_tried_again_still_tells_why_no_tier_took_it(tmp_path: Pa
         hook(session, "nvme", Gate("write", error=lambda: TemporaryError("no disk")))
         refusing = hook(session, "pfs", Gate("write", error=lambda: TemporaryError("the share is gone")))
         worker.submit(job)
-        assert refusing.reached.wait(20)
+        assert refusing.reached.wait(60)
         holding = hook(session, "pfs", Gate("write"))
-        assert holding.reached.wait(20)  # the second try is under way
+        assert holding.reached.wait(60)  # the second try is under way
         with pytest.raises(DeadlineError, match=r"being written to pfs.*nvme: no disk; pfs: the share is gone"):
             worker.submit(save_job(new_attempt("r", 2)))
         holding.open.set()
@@ -605,14 +613,14 @@ def test_skip_oldest_skips_an_image_that_is_refused_while_the_next_save_waits(tm
             assert isinstance(storage, HookedStorage)
             storage.hook = refused
         first = worker.submit(job)
-        assert writing.wait(20)
+        assert writing.wait(60)
         caller = threading.Thread(target=worker.submit, args=(save_job(new_attempt("r", 2)),))
         caller.start()
         refuse.set()
-        caller.join(20)
+        caller.join(60)
         assert not caller.is_alive()
         with pytest.raises(SaveError, match="skipped"):
-            first.wait("committed", 20)
+            first.wait("committed", 60)
 
 
 def test_drain_does_not_say_done_when_the_authority_can_not_be_looked_at(tmp_path: Path) -> None:
@@ -631,7 +639,7 @@ def test_drain_within_no_time_does_not_say_done_before_it_looked(tmp_path: Path)
         with pytest.raises(DeadlineError, match="looking for what other processes left"):
             worker.drain(0.05)
         gate.open.set()
-        worker.drain(20)
+        worker.drain(60)
 
 
 def test_when_the_background_work_dies_close_says_so_instead_of_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -644,7 +652,7 @@ def test_when_the_background_work_dies_close_says_so_instead_of_waiting(tmp_path
     monkeypatch.setattr(Engine, "rescan_when_idle", dies)
     with working(tmp_path, SHORT) as (worker, session):
         hook(session, "pfs", Gate("write", error=lambda: TemporaryError("down")))
-        worker.submit(save_job(new_attempt("r", 1))).wait("staged", 20)
+        worker.submit(save_job(new_attempt("r", 1))).wait("staged", 60)
         die.set()
         with pytest.raises(SaveError, match="ended unexpectedly"):
             worker.close()
@@ -655,11 +663,11 @@ def test_a_ticket_ends_when_the_worker_is_closed_before_its_copies_are_done(tmp_
     with working(tmp_path, SHORT) as (worker, session):
         hook(session, "object", Gate("write", error=lambda: TemporaryError("down")))
         ticket = worker.submit(save_job(new_attempt("r", 1)))
-        ticket.wait("committed", 20)
+        ticket.wait("committed", 60)
         with pytest.raises(DeadlineError):
             worker.close(0.05)
         with pytest.raises(SaveError, match="closed before this save was everywhere"):
-            ticket.wait("object", 20)
+            ticket.wait("object", 60)
         assert ticket.done("committed")
 
 
@@ -667,11 +675,11 @@ def test_a_ticket_ends_when_its_checkpoint_expires_on_the_way(tmp_path: Path) ->
     with working(tmp_path, SHORT) as (worker, session):
         down = hook(session, "object", Gate("write", error=lambda: TemporaryError("down")))
         ticket = worker.submit(save_job(new_attempt("r", 1)))
-        ticket.wait("committed", 20)
+        ticket.wait("committed", 60)
         storage = session.tiers.get("pfs").storage
         session.run(append(storage, ticket.attempt, "expired", {"rule": "test"}, clock=session.clock))
         with pytest.raises(SaveError, match="expired"):
-            ticket.wait("object", 20)
+            ticket.wait("object", 60)
         down.open.set()
 
 

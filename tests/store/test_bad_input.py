@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from fork_kit import run_tierstore
+from store_kit import has_error
 
 import tierstore
 from tierstore.errors import (
@@ -173,7 +174,7 @@ def test_a_tier_that_becomes_read_only_in_mid_run_is_told_and_taken_up_again(nam
     make_read_only(mounted, name)
     ticket = store.save(2, state_of(2))
     with pytest.raises((DeadlineError, SaveError)) as waited:
-        ticket.wait(name, None if name == "node" else 3)
+        has_error(ticket).wait(name, None if name == "node" else 0.05)
     assert name in str(waited.value)
     with pytest.raises(SaveError, match=rf"step 2.*{name}.*[Rr]ead-only"):
         store.save(3, state_of(3))  # told once, at the next call; this save was not taken
@@ -228,7 +229,7 @@ def test_a_disk_that_fills_up_in_mid_save_keeps_what_it_has_and_goes_on_when_the
     store.sync(WITHIN)
     second = store.save(2, state_of(2, 3 * MIB))
     with pytest.raises((DeadlineError, SaveError), match=rf"(?s)step 2.*{name}.*TierFullError.*\d+ bytes free.*\d+.*(needed|wanted)"):
-        second.wait(name, None if name == "node" else 3)  # past the node tier: nothing to wait for
+        has_error(second).wait(name, None if name == "node" else 0.05)  # past the node tier: nothing to wait for
     assert {type(error) for error in second.errors} == {TierFullError}
     assert f"tier={name}" in caplog.text
     assert_same_state(store.load(1), state_of(1, 3 * MIB))

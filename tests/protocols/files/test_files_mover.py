@@ -134,6 +134,9 @@ def test_a_tier_that_fails_holds_up_nothing_but_itself_and_gets_everything_later
     with opened(store(tmp_path), wrap={"far": lambda storage: Hooked(storage, hook)}) as (session, files):
         write(session, files, "a", bytes_of(1, 20_000))
         session.run(files.put("b", b"b"))
+        waited = threading.Event()
+        while {one.tier for one in files.pending()} != {"far"} or "far is down" not in files.pending()[0].reason:  # pytest-timeout ends it
+            assert not waited.wait(0.01)
         with pytest.raises(DeadlineError, match="2 files are not on far"):
             session.run(files.sync(0.3))
         assert stored(tmp_path / "shared", ".json") == ["a@.json", "b@.json"]
