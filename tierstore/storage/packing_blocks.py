@@ -11,7 +11,7 @@ import numpy as np
 
 from tierstore.format.digest import BLOCK_NBYTES
 from tierstore.format.packed.frame import FrameEncoder, decode_frame, is_lossy
-from tierstore.format.packed.layout import pieces_of
+from tierstore.format.packed.layout import holes_of, pieces_of
 from tierstore.format.packed.rounding import is_rounding
 from tierstore.format.packed.types import Piece, Run, Stretch
 from tierstore.storage.contract import Unchanged
@@ -19,7 +19,7 @@ from tierstore.storage.packing_extras import Extra, covering
 from tierstore.storage.packing_masters import Master
 from tierstore.storage.packing_moments import Measured, Moments, zero_mask
 
-__all__ = ["BlockEncoder", "EncodedBlock", "holes_of", "join_runs"]
+__all__ = ["BlockEncoder", "EncodedBlock", "join_runs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class BlockEncoder:
     def needs(self, begin: int, end: int, given_up: Collection[str]) -> list[tuple[int, int]]:
         """Which other ranges of the file have to be known to encode the blocks in ``[begin, end)``."""
         found = []
-        copied = holes_of(list(self._copied(begin, end)))
+        copied = holes_of(self._copied(begin, end), begin, end)
         for stretch in self._within(begin, end):
             if not stretch.name:
                 continue
@@ -147,7 +147,7 @@ class BlockEncoder:
         """Runs of what is the master's rounding in this block, and whether all of it is."""
         found = []
         same = True
-        for piece, _ in pieces_of((stretch,), max(begin, stretch.begin), min(end, stretch.end), holes_of(runs)):
+        for piece, _ in pieces_of((stretch,), max(begin, stretch.begin), min(end, stretch.end), holes_of(runs, begin, end)):
             first = max(begin, stretch.begin) + piece.begin
             last = first + piece.end - piece.begin
             source = master.stretch.begin + 2 * (first - stretch.begin)
@@ -162,7 +162,7 @@ class BlockEncoder:
         self, number: int, block: memoryview, runs: tuple[Run, ...], differs: tuple[str, ...], extras: Sequence[Extra], *, measure: bool
     ) -> EncodedBlock:
         begin, end = self.extent(number)
-        holes = holes_of(runs)
+        holes = holes_of(runs, begin, end)
         pieces: list[Piece] = []
         zeros = {}
         quantised: list[tuple[Piece, Stretch]] = []
@@ -197,17 +197,6 @@ class BlockEncoder:
         if not np.isfinite(exact).all():
             return None  # stored as it is
         return Measured(name=stretch.name, error=self._moments.measure(piece, stretch, begin, exact, there, extras))
-
-
-def holes_of(runs: Sequence[Run]) -> list[tuple[int, int]]:
-    """What runs cover, joined where they touch."""
-    holes: list[tuple[int, int]] = []
-    for run in runs:
-        if holes and holes[-1][1] == run.begin:
-            holes[-1] = (holes[-1][0], run.end)
-        else:
-            holes.append((run.begin, run.end))
-    return holes
 
 
 def join_runs(runs: Sequence[Run]) -> list[Run]:

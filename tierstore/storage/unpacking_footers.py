@@ -13,6 +13,7 @@ from functools import cached_property
 from tierstore.errors import FormatError, IntegrityError, VersionError
 from tierstore.format.digest import block_count
 from tierstore.format.packed.footer import TRAILER_NBYTES, decode_footer, footer_digest, footer_nbytes
+from tierstore.format.packed.layout import holes_of
 from tierstore.format.packed.types import Footer, Run, RunKind
 from tierstore.storage.contract import Storage
 from tierstore.storage.packed_names import Form
@@ -79,14 +80,7 @@ class Known:
 
     def holes(self, begin: int, end: int) -> list[tuple[int, int]]:
         """What runs cover of ``[begin, end)`` of the raw file, joined."""
-        holes: list[tuple[int, int]] = []
-        for run in self._runs(begin, end):
-            first, last = max(begin, run.begin), min(end, run.end)
-            if holes and holes[-1][1] == first:
-                holes[-1] = holes[-1][0], last
-            else:
-                holes.append((first, last))
-        return holes
+        return holes_of(self._runs(begin, end), begin, end)
 
     def _runs(self, begin: int, end: int) -> Iterator[Run]:
         runs = self.footer.runs

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tierstore.format.dtypes import DTYPES
 from tierstore.format.header import HeaderTensor, ShardHeader, encode_header, parse_header
 from tierstore.format.packed.frame import FrameEncoder, decode_frame
-from tierstore.format.packed.layout import SMALL_NBYTES, pieces_of, plain_stretches, stretches_of
-from tierstore.format.packed.types import Stretch
+from tierstore.format.packed.layout import SMALL_NBYTES, gaps, holes_of, pieces_of, plain_stretches, stretches_of
+from tierstore.format.packed.types import Run, Stretch
 from tierstore.format.shard import ChunkSpec, plan_shard
 
 ITEMSIZES = {"BF16": 2, "F32": 4, "F64": 8, "I64": 8, "U8": 1, "BOOL": 1, "C64": 8, "F8_E8M0": 1}
@@ -130,3 +130,10 @@ def test_blocks_that_cut_numbers_come_back_and_are_compressed_all_the_same(shift
         assert target == part
         total += len(frame)
     assert total < 0.84 * len(raw)
+
+
+def test_what_runs_cover_is_joined_and_cut_at_the_edges() -> None:
+    runs = [Run(begin=begin, end=end, kind="copy", file=1, source=0) for begin, end in [(0, 4), (10, 20), (20, 25), (30, 40), (50, 60)]]
+    assert holes_of(runs, 12, 35) == [(12, 25), (30, 35)]
+    assert list(gaps(12, 40, holes_of(runs, 12, 35))) == [(25, 30), (35, 40)]
+    assert list(gaps(12, 20, holes_of(runs, 0, 60))) == []

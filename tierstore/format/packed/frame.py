@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Literal
@@ -18,6 +18,7 @@ import zstandard
 
 from tierstore.errors import FormatError
 from tierstore.format.digest import Buffer
+from tierstore.format.packed.layout import gaps
 from tierstore.format.packed.planes import SCRATCH_NBYTES, Array, items_of, join_planes, plane_of, rotate_top
 from tierstore.format.packed.types import Piece, Quantised
 from tierstore.format.quantise import decode_moment, encode_moment, encoded_nbytes
@@ -218,7 +219,9 @@ class FrameDecoder:
             tools = self._local.tools = _Tools()
         reader = _Reader(view=view, tools=tools)
         lossy = False
-        for begin, end in list(_gaps(into.nbytes, holes)):
+        if holes and holes[-1][1] > into.nbytes:
+            raise ValueError(f"a hole ends at {holes[-1][1]}, after a block of {into.nbytes} bytes")
+        for begin, end in list(gaps(0, into.nbytes, holes)):
             while begin < end:
                 nbytes, inexact = _decode_segment(reader, into[begin:end])
                 lossy |= inexact
@@ -247,16 +250,6 @@ def is_lossy(frame: Buffer) -> bool:
         heads = [_PLANE.unpack(reader.take(_PLANE.size)) for _ in range(count)]
         reader.take(sum(stored for *_, stored in heads))
     return False
-
-
-def _gaps(nbytes: int, holes: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    at = 0
-    for begin, end in holes:
-        if not at <= begin <= end <= nbytes:
-            raise ValueError(f"hole {begin} to {end} of a block of {nbytes} bytes: holes are sorted and don't overlap")
-        yield at, begin
-        at = end
-    yield at, nbytes
 
 
 class _Tools:

@@ -11,9 +11,9 @@ from tierstore.errors import FormatError
 from tierstore.format.document import load_json
 from tierstore.format.dtypes import DTYPES, SAFETENSORS_BITS, SAFETENSORS_NAMES
 from tierstore.format.header import MAX_HEADER_NBYTES, HeaderTensor, ShardHeader
-from tierstore.format.packed.types import Piece, Stretch
+from tierstore.format.packed.types import Piece, Run, Stretch
 
-__all__ = ["SMALL_NBYTES", "numbers_of", "pieces_of", "plain_stretches", "stretches_of"]
+__all__ = ["SMALL_NBYTES", "gaps", "holes_of", "numbers_of", "pieces_of", "plain_stretches", "stretches_of"]
 
 SMALL_NBYTES = 16 << 10
 """Tensors smaller than this are not told apart. No two stretches below it lie side by side, so that a block of 1 MiB has at most 130."""
@@ -59,22 +59,44 @@ def pieces_of(stretches: Sequence[Stretch], begin: int, end: int, holes: Iterabl
         begin, end: Bytes of the raw file.
         holes: Ranges of the raw file that are left out, sorted, without overlaps (what runs cover).
     """
-    gaps = list(_gaps(begin, end, holes))
+    left = list(gaps(begin, end, holes))
     found = []
     for at in range(bisect_right(stretches, begin, key=lambda stretch: stretch.end), len(stretches)):
         stretch = stretches[at]
         if stretch.begin >= end:
             break
-        for first, last in gaps:
+        for first, last in left:
             first, last = max(first, stretch.begin), min(last, stretch.end)
             if first < last:
                 found += [(piece, stretch) for piece in _whole_numbers(stretch, first, last, begin)]
     return found
 
 
-def _gaps(begin: int, end: int, holes: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    at = begin
+def holes_of(runs: Iterable[Run], begin: int, end: int) -> list[tuple[int, int]]:
+    """What `runs`, sorted and without overlaps, cover of ``[begin, end)`` of the raw file, joined where they touch."""
+    holes: list[tuple[int, int]] = []
+    for run in runs:
+        first, last = max(begin, run.begin), min(end, run.end)
+        if first >= last:
+            continue
+        if holes and holes[-1][1] == first:
+            holes[-1] = holes[-1][0], last
+        else:
+            holes.append((first, last))
+    return holes
+
+
+def gaps(begin: int, end: int, holes: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """What `holes` leave of ``[begin, end)``; they are sorted and don't overlap.
+
+    Raises:
+        ValueError: They are not, or do: a mistake of the caller.
+    """
+    at, before = begin, 0
     for first, last in holes:
+        if not before <= first <= last:
+            raise ValueError(f"a hole from {first} to {last} after one that ends at {before}: holes are sorted and don't overlap")
+        before = last
         if at < min(first, end):
             yield at, min(first, end)
         at = max(at, last)
