@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def weights_and_masters(tensors: int) -> dict[str, Any]:
     return {"model": {name: tensor.bfloat16() for name, tensor in master.items()}, "master": master}
 
 
-FAR = {"version": 1, "run": "r", "tiers": [{"name": "far", "uri": "s3://bucket/far", "codec": "raw", "master_once": True}]}
+FAR: dict[str, Any] = {"version": 1, "run": "r", "tiers": [{"name": "far", "uri": "s3://bucket/far", "codec": "raw", "master_once": True}]}
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +69,21 @@ def test_weights_and_masters_are_fetched_once_whatever_lies_between_them(saved: 
         fetched = place.bucket.fetched
     assert_same_state(found, state)
     assert fetched <= 1.05 * stored
+
+
+def test_what_is_hydrated_is_fetched_once(saved: tuple[Place, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Decoded.__init__, "__defaults__", (24 * MIB, 16 * MIB))  # all masters take more
+    place, state = saved
+    stored = sum(len(place.bucket._files[name]) for name in place.names("shard-"))
+    node = {"name": "node", "uri": str(tmp_path / "node"), "scope": "node"}
+    with place.open({**FAR, "tiers": [node, *FAR["tiers"]], "load": {"hydrate": "node"}}) as store:
+        place.bucket.fetched = 0
+        found = store.load()
+        fetched = place.bucket.fetched
+    (shard,) = (tmp_path / "node").glob("r/*/shard-*")
+    assert shard.stat().st_size > 1.4 * stored
+    assert_same_state(found, state)
+    assert fetched <= 1.02 * stored
 
 
 def test_weights_alone_fetch_their_masters_once(saved: tuple[Place, dict[str, Any]]) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "Growing",
     "InBlocks",
     "InMemory",
+    "InOrder",
     "Listing",
     "MadeFrom",
     "MakesBytes",
@@ -91,6 +92,15 @@ class WorksBeside(InMemory, Protocol):
 
     def work(self, offset: int, nbytes: int) -> None:
         """The work, without the bytes; raises as `view`."""
+
+
+@runtime_checkable
+class InOrder(Protocol):
+    """Beyond the contract: a source of which some bytes are made from others. A storage that writes in any order pulls it in this one."""
+
+    @property
+    def order(self) -> Sequence[tuple[int, int]]:
+        """Ranges ``(begin, end)`` that are the whole source, in the order in which it costs least; none: any order is as good."""
 
 
 @runtime_checkable

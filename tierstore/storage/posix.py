@@ -23,7 +23,7 @@ from tierstore.storage._reading import BOUNCE_NBYTES, THREADS_EACH, PieceReader,
 from tierstore.storage._syscalls import OsSyscalls, Syscalls
 from tierstore.storage._walk import delete_files, list_dead, list_files, list_level, stat_file, sweep
 from tierstore.storage.bounce import Bounces
-from tierstore.storage.contract import Capabilities, FileInfo, Growing, InMemory, Listing, Reading, Source
+from tierstore.storage.contract import Capabilities, FileInfo, Growing, InMemory, InOrder, Listing, Reading, Source
 from tierstore.storage.sources import BytesSource
 
 __all__ = ["PosixStorage"]
@@ -258,12 +258,13 @@ class PosixStorage:
     async def _pour(self, full: str, source: Source, file: WritingFile) -> None:
         """Pulls the source part by part and writes the parts in any order: while some are hashed by the source, others are written."""
         nbytes = source.nbytes
-        offsets = iter(range(0, nbytes, _PART_NBYTES))
+        parts = _parts_of(source)
+        left = iter(parts)
         moved = asyncio.Event()
 
         async def work() -> None:
-            for offset in offsets:
-                wanted = min(_PART_NBYTES, nbytes - offset)
+            for offset, end in left:
+                wanted = end - offset
                 with (await source.read(offset, wanted)).cast("B") as data:
                     if data.nbytes != wanted:
                         raise IntegrityError(
@@ -274,7 +275,7 @@ class PosixStorage:
                     await self._calls.run("write", full, file.write, data[:], offset, nbytes=nbytes)
                 moved.set()
 
-        await all_of([work() for _ in range(min(2 * self._n_threads, -(-nbytes // _PART_NBYTES)))], moved, self._calls.deadline_s, full)
+        await all_of([work() for _ in range(min(2 * self._n_threads, len(parts)))], moved, self._calls.deadline_s, full)
 
     async def _pour_growing(self, full: str, source: Growing, file: WritingFile) -> int:
         """Pulls the source from front to back, and writes a part while the next one is made; returns the length, in bytes."""
@@ -381,6 +382,15 @@ class PosixStorage:
         if bounces is None or bounces.pid != os.getpid():
             bounces = self._bounces = Bounces(BOUNCE_NBYTES)
         return bounces
+
+
+def _parts_of(source: Source) -> list[tuple[int, int]]:
+    """The ranges that a source is pulled in, in order."""
+    wanted = list(source.order) if isinstance(source, InOrder) else []
+    edges = [0, *(end for _, end in sorted(wanted))]
+    if wanted and edges[-1] == source.nbytes and [begin for begin, _ in sorted(wanted)] == edges[:-1]:
+        return wanted
+    return [(begin, min(begin + _PART_NBYTES, source.nbytes)) for begin in range(0, source.nbytes, _PART_NBYTES)]
 
 
 def _check_range(offset: int, nbytes: int | None) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tierstore.errors import UsageError
 from tierstore.storage.bandwidth import Bandwidth
-from tierstore.storage.contract import InMemory, Source, Storage, WorksBeside
+from tierstore.storage.contract import InMemory, InOrder, Source, Storage, WorksBeside
 
 __all__ = ["BytesSource", "CountingSource", "LocalSource", "StorageSource", "ThrottledSource", "bare_of", "work_of"]
 
@@ -105,6 +105,11 @@ class ThrottledSource:
     @property
     def nbytes(self) -> int:
         return self._source.nbytes
+
+    @property
+    def order(self) -> Sequence[tuple[int, int]]:
+        """`contract.InOrder`."""
+        return self._source.order if isinstance(self._source, InOrder) else ()
 
     async def read(self, offset: int, nbytes: int) -> memoryview:
         await self._limiter.take(nbytes)

@@ -18,6 +18,7 @@ from tierstore.storage.contract import FileInfo, PacesWrites, PackHints, ReadsPr
 from tierstore.storage.sources import ThrottledSource
 from tierstore.tiers.budget import ByteBudget
 from tierstore.tiers.progress import NO_PROGRESS, Progress
+from tierstore.tiers.read_order import file_order
 from tierstore.tiers.references import References
 from tierstore.tiers.tier import Tier, Tiers
 
@@ -117,6 +118,7 @@ class VerifiedSource:
         block_nbytes: int,
         budget: ByteBudget,
         taken: Callable[[int], None],
+        order: Sequence[tuple[int, int]] = (),
     ) -> None:
         self._storage = storage
         self._path = path
@@ -124,6 +126,8 @@ class VerifiedSource:
         self._block = block_nbytes
         self._budget = budget
         self._taken = taken
+        self.order = order
+        """`contract.InOrder`."""
         self.failure: TierStoreError | None = None
 
     @property
@@ -216,8 +220,9 @@ async def copy_file(
     failures: list[tuple[Tier, TierStoreError]] = []
     for tier in sources:
         taken = _Counter(context, target, attempt, file)
-        verified = VerifiedSource(tier.storage, path, file, block_nbytes, context.budget, taken.add)
         async with _turn(context, target, file.nbytes):
+            order = await file_order(tier.storage, path, file.nbytes, block_nbytes)
+            verified = VerifiedSource(tier.storage, path, file, block_nbytes, context.budget, taken.add, order)
             reach("promote.before-file")
             try:
                 info = await _write(target.storage, path, _limited(context, target, verified), hints)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 from tierstore.errors import IntegrityError, NotFoundError, StorageError
+from tierstore.format.digest import BLOCK_NBYTES
 from tierstore.names import Attempt
-from tierstore.storage.contract import MadeFrom, MakesBytes
+from tierstore.storage.contract import MadeFrom, MakesBytes, Storage
 from tierstore.storage.reading_order import Range, reading_order
 from tierstore.storage.tasks import all_or_none
 from tierstore.tiers.passed_over import PassedOver
 from tierstore.tiers.reads import Span
 
-__all__ = ["in_order"]
+__all__ = ["file_order", "in_order"]
+
+_PART_NBYTES = 4 << 20
+"""So much of a file is read at once that is read as a whole."""
 
 _ASKED_AT_ONCE = 16
 """Of so many files at a time is asked what in them is made from what."""
@@ -57,3 +62,27 @@ async def in_order(spans: Sequence[Span], passed: PassedOver, attempt: Attempt, 
             ranges.append(Range(path=attempt.path(file), begin=span.begin, end=span.end, made=made))
     parts = [listed[part.number].part(part.begin, part.end) for part in reading_order(ranges, align)]
     return [part for part in parts if part is not None]
+
+
+async def file_order(storage: Storage, path: str, nbytes: int, block_nbytes: int) -> list[tuple[int, int]]:
+    """Ranges that are a whole file, in the order in which reading it costs least; none where the storage makes nothing of it.
+
+    Args:
+        storage: Where it is read.
+        path: Its name there.
+        nbytes: Its length.
+        block_nbytes: The file is cut at multiples of so many bytes.
+    """
+    if not isinstance(storage, MakesBytes):
+        return []
+    align = math.lcm(block_nbytes, BLOCK_NBYTES)  # and where blocks of packed files begin
+    step = max(1, _PART_NBYTES // align) * align
+    pieces = [(begin, min(begin + step, nbytes)) for begin in range(0, nbytes, step)]
+    try:
+        made = await storage.made_from(path, pieces)
+    except (NotFoundError, IntegrityError, StorageError):
+        return []  # who reads it says so
+    if not any(made):
+        return []
+    ranges = [Range(path=path, begin=begin, end=end, made=found) for (begin, end), found in zip(pieces, made, strict=True)]
+    return [(part.begin, part.end) for part in reading_order(ranges, align)]

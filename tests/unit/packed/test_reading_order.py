@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from packing_kit import MIB, SHARD, training_shard
 
+from tierstore.clock import SystemClock
+from tierstore.storage.bandwidth import Bandwidth
 from tierstore.storage.contract import MadeFrom
 from tierstore.storage.packed import PackedStorage, Packing
+from tierstore.storage.posix import PosixStorage
 from tierstore.storage.reading_order import Part, Range, reading_order
-from tierstore.storage.sources import BytesSource
+from tierstore.storage.sources import BytesSource, ThrottledSource
 from tierstore.storage.unpacking_cache import Decoded, Key
 from tierstore.testing.bucket import Bucket
 
@@ -41,6 +46,37 @@ def test_a_range_is_cut_so_that_each_part_follows_the_last_bytes_that_it_is_made
         (3, 113, 130),
         (0, 6, 10),
     ]
+
+
+def test_what_is_made_from_others_is_not_read_with_what_is_not() -> None:
+    mixed = Range(path="f", begin=0, end=20, made=[half(5, 7, 100), half(9, 10, 104), half(17, 18, 200)])
+    found = reading_order([mixed, stored(100, 106)], 4)
+    assert [(part.number, part.begin, part.end) for part in found] == [(0, 0, 4), (0, 12, 16), (1, 100, 106), (0, 4, 12), (0, 16, 20)]
+
+
+@pytest.mark.parametrize("broken", [[], [(4, 10)], [(0, 4), (4, 8)], [(0, 6), (4, 10)], [(0, 4), (0, 4), (4, 10)], [(0, 12)]])
+def test_a_folder_pulls_a_source_in_its_order_if_that_is_all_of_it(broken: list[tuple[int, int]], tmp_path: Path) -> None:
+    class InOrder(BytesSource):
+        def __init__(self, order: list[tuple[int, int]]) -> None:
+            super().__init__(b"0123456789")
+            self.order, self.pulled = order, list[tuple[int, int]]()
+
+        view = None  # type: ignore[assignment]  # it is pulled
+
+        async def read(self, offset: int, nbytes: int) -> memoryview:
+            self.pulled.append((offset, offset + nbytes))
+            return self._view[offset : offset + nbytes]
+
+    async def body() -> None:
+        storage = PosixStorage(tmp_path, durable=False)
+        for order, pulled in (([(4, 8), (0, 4), (8, 10)],) * 2, (broken, [(0, 10)])):
+            for source in (asked := InOrder(order), ThrottledSource(asked, Bandwidth(1 << 40, SystemClock()))):
+                asked.pulled.clear()
+                await storage.write("a", source)
+                assert (await storage.read("a"), asked.pulled) == (b"0123456789", pulled)
+        await storage.close()
+
+    asyncio.run(body())
 
 
 def test_what_is_made_from_another_file_follows_that() -> None:
