@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from packed_tiers_kit import adam_state
 from typer.testing import CliRunner, Result
 
@@ -95,3 +96,28 @@ def test_recover_says_that_only_a_quantised_copy_is_left(saved: Path) -> None:
         assert resumed is not None
         store.save(20, resumed.state).wait("far", timeout=60)
         assert store.checkpoints()[-1].complete_on == ("node", "shared", "far")
+
+
+def test_verify_tells_before_and_after_recover_that_an_exact_copy_is_left_nowhere(saved: Path) -> None:
+    assert call(saved, "verify").stdout.endswith("all is as promised\n")
+    for name in ("node", "shared"):
+        shutil.rmtree(saved.parent / name)
+    runner = CliRunner()
+    lost = runner.invoke(app, ["-c", str(saved), "verify"], env={"COLUMNS": "400"})
+    assert lost.exit_code == 6
+    assert "known from the copies on far alone; nothing of its files is left on shared" in lost.stdout
+    told = "no-exact-copy: step 10: an exact copy is on no tier; this one is quantised (q8), and loads with a warning"
+    assert told in lost.stdout
+    assert "rebuilt" in call(saved, "recover").stdout
+    after = call(saved, "verify").stdout
+    assert told in after
+    assert "all is as promised" not in after
+    assert [(v["code"], v["tier"], v["severity"]) for v in values(saved, "verify", "--level", "full") if v["type"] == "finding"] == [
+        ("V125", "far", "warning")
+    ]
+    assert "left alone sft@10 far: an exact copy is on no tier" in call(saved, "repair").stdout
+    with tierstore.open(str(saved)) as store:
+        loaded = store.load(10)
+        assert torch.equal(loaded["master"]["w"], adam_state(10)["master"]["w"])
+        store.save(20, loaded).wait("far", timeout=60)  # the way on
+    assert [v["checkpoint"].partition("/")[2][:15] for v in values(saved, "verify") if v["type"] == "finding"] == ["step-0000000010"]

@@ -187,7 +187,7 @@ def _tell(cli: Cli, report: VerifyReport, subset: tuple[int, int]) -> None:
         Text(
             f"run {report.run}, {depth}: {report.checkpoints} replicas, {report.files} files, "
             f"{format_size(report.nbytes_read)} of data read: {told or 'all is as promised'}",
-            style="bold red" if report.damage else "green",
+            style="bold red" if report.damage else "yellow" if counts["warning"] else "green",
         )
     )
     for command, why in next_steps(report.findings):

@@ -90,6 +90,9 @@ def _tell(cli: Cli, report: RepairReport) -> None:
     for attempt, tier in report.proved:
         _line(cli, attempt, tier, "", "proved", "green", "recorded anew as a good copy")
     _tell_unmended(cli, report.unmended)
+    for finding in report.verified.findings:
+        if finding.code == "V125" and finding.attempt is not None:  # no tier could mend it
+            _line(cli, finding.attempt, finding.tier, "", "left alone", "yellow", finding.detail)
     for attempt, why in report.skipped:
         _line(cli, attempt, "", "", "left alone", "yellow", why)
     follow = next_steps(report.lost_logs)

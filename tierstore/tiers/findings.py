@@ -220,6 +220,13 @@ _KINDS = (
         hint="run `tierstore repair`: what is not exact there is written anew from an exact copy",
         remedy="repair",
     ),
+    FindingKind(
+        code="V125",
+        name="no-exact-copy",
+        severity="warning",
+        meaning="A checkpoint is whole on tiers that quantise alone: the exact bytes that were saved are on no tier that was reached.",
+        hint="bring back a tier that has an exact copy; else load it (a warning says what was lost) and save that as a new checkpoint",
+    ),
 )
 
 FINDING_KINDS: Mapping[str, FindingKind] = {kind.code: kind for kind in _KINDS}
@@ -268,7 +275,7 @@ def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, tuple[int, ...]]
     return sorted(shown, key=lambda pair: order.index(pair[0].severity))
 
 
-_OF_THE_WHOLE = frozenset({"V110", "V112", "V113", "V116", "V117"})
+_OF_THE_WHOLE = frozenset({"V110", "V112", "V113", "V116", "V117", "V125"})
 """Codes that are about a whole copy: the file that they name adds nothing."""
 
 _WHY: Mapping[Remedy, str] = {

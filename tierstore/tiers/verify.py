@@ -27,7 +27,7 @@ from tierstore.tiers.quarantine import counts, quarantine
 from tierstore.tiers.tier import Tier, Tiers
 from tierstore.tiers.together import together
 from tierstore.tiers.verify_files import Level, Looking, Verifying, verify_copy
-from tierstore.tiers.verify_logs import look_at_authority, look_at_log_copies, look_at_tier, numbers_of
+from tierstore.tiers.verify_logs import look_at_authority, look_at_exactness, look_at_log_copies, look_at_tier, numbers_of
 
 __all__ = ["LEASE_TTL_S", "Level", "VerifyReport", "log_findings", "verify"]
 
@@ -225,6 +225,7 @@ async def _verify_tier(
         return about.findings
     try:
         await look_at_tier(about, tier, catalog, lambda attempt: steps is None or attempt.step in steps)
+        look_at_exactness(about, catalog, lambda attempt: steps is None or attempt.step in steps)
         numbers = await numbers_of(tier, catalog.run)
     except (StorageError, NotFoundError) as error:
         about.note("V111", "", error.message)

@@ -21,9 +21,12 @@ from tierstore.tiers.together import together
 from tierstore.tiers.verify_files import Looking
 from tierstore.tiers.view import further
 
-__all__ = ["look_at_authority", "look_at_log_copies", "look_at_tier", "numbers_of"]
+__all__ = ["look_at_authority", "look_at_exactness", "look_at_log_copies", "look_at_tier", "numbers_of"]
 
 log = logging.getLogger(__name__)
+
+_INEXACT = frozenset({"quantised", "partial", "evicting"})
+"""What is never all of a checkpoint, bit by bit."""
 
 Wanted = Callable[[Attempt], bool]
 
@@ -49,7 +52,7 @@ async def look_at_authority(looking: Looking, tiers: Tiers, catalog: Catalog, wa
         return
     for info in catalog.checkpoints:
         if wanted(info.attempt) and info.authority_lost:
-            gone = "" if authority.name in info.replicas else "; its files are gone there too"
+            gone = "" if authority.name in info.replicas else f"; nothing of its files is left on {authority.name}"
             detail = f"known from the copies on {', '.join(n for n in info.replicas if n != authority.name)} alone{gone}"
             looking.note("V110", info.attempt.log_folder, detail, attempt=info.attempt)
     known: list[CheckpointInfo | Reduced] = [*catalog.checkpoints, *catalog.reduced.values()]
@@ -58,6 +61,17 @@ async def look_at_authority(looking: Looking, tiers: Tiers, catalog: Catalog, wa
         numbers = await numbers_of(authority, catalog.run)
         for item in damaged:
             await _unreadable_records(looking, authority, item, numbers.get(item.attempt, set()))
+
+
+def look_at_exactness(looking: Looking, catalog: Catalog, wanted: Wanted) -> None:
+    """Checkpoints of which this tier has a quantised copy, and no tier that was reached anything that is exact."""
+    for info in catalog.checkpoints:
+        if wanted(info.attempt) and info.replicas.get(looking.tier) == "quantised" and set(info.replicas.values()) <= _INEXACT:
+            down = f" that was reached (not reached: {', '.join(catalog.unreachable)})" if catalog.unreachable else ""
+            scheme = (info.quantised_on(looking.tier) or {}).get("scheme")
+            what = f"quantised ({scheme})" if scheme else "quantised"
+            detail = f"an exact copy is on no tier{down}; this one is {what}, and loads with a warning"
+            looking.note("V125", "", detail, attempt=info.attempt)
 
 
 async def _unreadable_records(looking: Looking, authority: Tier, info: CheckpointInfo | Reduced, numbers: set[int]) -> None:
