@@ -17,6 +17,8 @@ from tierstore.format.packed.types import packable
 from tierstore.names import Attempt
 from tierstore.storage.contract import FileInfo, PackedFacts, PackHints, Source, Storage, Unchanged
 from tierstore.tiers.commit import commit
+from tierstore.tiers.copying import CopyContext
+from tierstore.tiers.direct import Refers
 from tierstore.tiers.tier import Tier, Tiers
 
 _MAGIC = b"packed!\n"
@@ -159,12 +161,23 @@ def lora_shard(step: int, *, seed: int = 0, rank: int = 0, world_size: int = 1, 
 
 
 async def persist_lora(
-    tiers: Tiers, attempt: Attempt, *, seed: int = 0, tier: str = "shared", world_size: int = 1, blocks: int = 24
+    tiers: Tiers,
+    attempt: Attempt,
+    *,
+    seed: int = 0,
+    tier: str = "shared",
+    world_size: int = 1,
+    blocks: int = 24,
+    context: CopyContext | None = None,
 ) -> None:
-    """All ranks' parts of a checkpoint, onto a tier; not committed."""
+    """All ranks' parts of a checkpoint, onto a tier; not committed. `context`: of a saver that refers to what the tier has already."""
+    target = tiers.get(tier)
+    refer = None
+    if context is not None:
+        refer = Refers(context=context, attempt=attempt, tier=target, block_nbytes=BLOCK, whole=world_size == 1)
     for rank in range(world_size):
         shard = lora_shard(attempt.step, seed=seed, rank=rank, world_size=world_size, blocks=blocks)
-        await persist_rank(tiers, attempt, tiers.get(tier), rank=rank, world_size=world_size, shard=shard)
+        await persist_rank(tiers, attempt, target, rank=rank, world_size=world_size, shard=shard, refer=refer)
 
 
 async def save_lora(tiers: Tiers, attempt: Attempt, *, seed: int = 0, world_size: int = 1, blocks: int = 24) -> Attempt:

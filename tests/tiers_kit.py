@@ -18,6 +18,7 @@ from tierstore.storage.contract import Capabilities, FileInfo, Listing, Source, 
 from tierstore.storage.posix import PosixStorage
 from tierstore.storage.sources import BytesSource
 from tierstore.tiers.commit import commit
+from tierstore.tiers.direct import Refers
 from tierstore.tiers.persist import persist
 from tierstore.tiers.tier import Tier, Tiers
 
@@ -107,6 +108,7 @@ async def persist_rank(
     world_size: int = 1,
     seed: int = 0,
     shard: Shard | None = None,
+    refer: Refers | None = None,
     **facts: Any,
 ) -> None:
     shard = shard or shard_of(rank, world_size, seed=seed)
@@ -123,6 +125,7 @@ async def persist_rank(
         authority=tiers.is_authority(tier),
         block_nbytes=BLOCK,
         reserve_nbytes=0,
+        refer=refer,
     )
 
 

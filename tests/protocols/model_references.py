@@ -4,6 +4,10 @@ B's file on tier T may take bytes from X's. Two writers of B's copy (one may sle
 of X's copy, the collector of B, the evictor of B's copy, who brings that copy back, and a reader of B under a lease each take one step at a
 time, in every order. A crash is an actor that never comes to its next step: what must hold holds in every state. `Rules` has a switch for
 each check of the protocol; without any of them something breaks.
+
+B is committed when it is copied; or, saved straight to T (`explore(direct=True)`: T is the authority, whose copies nobody drops, and one
+process has the image), it commits only after its file is there, if nobody has condemned it before: who collects may do so at any time, as
+if B were an old orphan.
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ class Rules:
     """First the fate, which never changes back, then the shards."""
     asks_for_leases: bool = True
     """The collector of B waits for its readers before it deletes."""
+    commit_wins: bool = True
+    """B that was condemned does not commit any more."""
 
 
 class State(NamedTuple):
@@ -42,7 +48,7 @@ class State(NamedTuple):
     end: str = "open"  # open | reduced | evicting | swept
     ref: bool = False
     # B
-    fate: str = "committed"  # committed | final; and on T:
+    fate: str = "committed"  # open | committed | final; and on T:
     drops: int = 0
     dropped: bool = False
     counted: bool = False
@@ -69,7 +75,7 @@ Steps = Iterator[tuple[str, State]]
 
 
 def _writer(number: int) -> Callable[[State, Rules], Steps]:
-    """Copies B to T: notes the drops that it saw, records the reference, publishes, lets the copy count."""
+    """Copies or saves B to T: notes the drops that it saw, records the reference, publishes, lets the copy count, or commits."""
 
     def step(s: State, rules: Rules) -> Steps:
         at, me = s.w[number], f"writer {number}"
@@ -81,7 +87,7 @@ def _writer(number: int) -> Callable[[State, Rules], Steps]:
         def mine(values: tuple[object, ...], value: object) -> tuple[object, ...]:
             return tuple(value if n == number else x for n, x in enumerate(values))
 
-        if at == 0 and not s.dropped and s.fate == "committed" and s.w[0] >= number:
+        if at == 0 and not s.dropped and s.fate != "final" and s.w[0] >= number:
             yield f"{me}: begins", to(1, since=mine(s.since, s.drops))
         elif at == 1:
             refused = s.end in ("swept", "evicting") or (s.end == "reduced" and not s.ref)
@@ -100,8 +106,9 @@ def _writer(number: int) -> Callable[[State, Rules], Steps]:
         elif at == 3:
             if not rules.record_first and s.hint[number] and not s.ref and s.end != "swept":
                 yield f"{me}: records late", s._replace(ref=True, c_grown=0 < s.c < 4)
-            wanted = s.fate == "committed" and s.drops == s.since[number] and bool(s.file)
-            yield f"{me}: ends", to(4, counted=s.counted or wanted, since=mine(s.since, 0))
+            fate = "committed" if s.fate == "open" or not rules.commit_wins else s.fate
+            wanted = fate == "committed" and s.drops == s.since[number] and bool(s.file)
+            yield f"{me}: ends", to(4, fate=fate, counted=s.counted or wanted, since=mine(s.since, 0))
 
     return step
 
@@ -157,8 +164,8 @@ def _evictor(s: State, rules: Rules) -> Steps:
 
 def _ender(s: State, rules: Rules) -> Steps:
     """The collector of B, which goes for good; also of what a late writer leaves."""
-    if s.fate == "committed":
-        yield "ender: swept B", s._replace(fate="final", counted=False)
+    if s.fate != "final":
+        yield f"ender: {'swept' if s.fate == 'committed' else 'condemned'} B", s._replace(fate="final", counted=False)
     elif s.file and not (rules.asks_for_leases and s.lease):
         yield "ender: deletes B's file", s._replace(file="")
 
@@ -205,6 +212,9 @@ ACTORS: tuple[Callable[[State, Rules], Steps], ...] = (
 )
 
 
+DIRECT: tuple[Callable[[State, Rules], Steps], ...] = (_writer(0), _collector, _ender, _reader)
+
+
 def broken(s: State) -> str:
     """What must never be: somebody who may read B on T finds that it refers to bytes that are gone."""
     if s.file == "ref" and not s.shards:
@@ -217,21 +227,21 @@ def broken(s: State) -> str:
     return ""
 
 
-def explore(rules: Rules) -> tuple[int, tuple[str, ...], bool]:
-    """All states, up to the first in which something is broken.
+def explore(rules: Rules, *, direct: bool = False) -> tuple[int, tuple[str, ...], bool]:
+    """All states, up to the first in which something is broken. `direct`: B is not committed yet.
 
     Returns:
         How many states there are; what broke, with a shortest way to it; whether nothing is left on T of either in every state from which
         nobody has a step to go.
     """
-    first = State()
+    first = State(fate="open" if direct else "committed")
     seen: dict[State, tuple[State, str] | None] = {first: None}
     queue = deque([first])
     ends = True
     while queue:
         s = queue.popleft()
         moved = False
-        for actor in ACTORS:
+        for actor in DIRECT if direct else ACTORS:
             for name, after in actor(s, rules):
                 moved = True
                 if after in seen:

@@ -23,6 +23,7 @@ from tierstore.format.record import Record
 from tierstore.names import Attempt
 from tierstore.storage.contract import Storage
 from tierstore.tiers.bring import BRING, bring
+from tierstore.tiers.commit import commit
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.gc.evict import evict
 from tierstore.tiers.gc.prune import prune
@@ -46,17 +47,18 @@ async def build(
     expired: bool = False,
     copied: tuple[Attempt, ...] = (VICTIM,),
     near: bool = False,
+    unsaved: bool = False,
     unlike: tuple[Attempt, ...] = (),
 ) -> World:
     """Three checkpoints that share all but an adapter, but for those in `unlike`; those of `copied` are on the further tier. `expired`:
-    what is not the last one has. `near`: the one in the middle is on the node only, not committed."""
+    what is not the last one has. `near`: the one in the middle is on the node only, not committed. `unsaved`: it is nowhere."""
     storages = _open({name: {} for name in ("node", "shared", "far")}, packed)
     tiers = packed_tiers(storages)
     loop = asyncio.get_running_loop()
     assert isinstance(loop, SteppingLoop)
     clock = VirtualClock(loop)
     for made in (VICTIM, MIDDLE, NEWEST):
-        if made == MIDDLE and near:
+        if made == MIDDLE and (near or unsaved):
             continue
         await save_lora(tiers, made, seed=9 if made in unlike else 0)
     context = CopyContext.make(tiers, clock)
@@ -113,6 +115,13 @@ async def carrier(client: Client) -> None:
     report = await reconcile(client.tiers, races.RUN, clock=client.clock, commit_only=True)
     for failure in report.failed:
         raise failure.error
+
+
+async def saver(client: Client) -> None:
+    """Saves straight to the packed authority, as if it had begun long ago, and commits."""
+    context = CopyContext.make(client.tiers, client.clock)
+    await persist_lora(client.tiers, MIDDLE, context=context)
+    await commit(client.tiers, MIDDLE, deadline_s=0, clock=client.clock)
 
 
 # ---- the truth
@@ -216,6 +225,9 @@ RACES = {
     "the saver on a packed authority and the sweeper of the base": race(
         {"carrier": carrier, "decider": decider}, packed=("shared",), copied=(), near=True
     ),
+    "who saves straight to a packed authority and the sweeper of the base": race(
+        {"saver": saver, "decider": decider}, packed=("shared",), copied=(), unsaved=True
+    ),
 }
 
 
@@ -254,6 +266,11 @@ SHORTCUTS: dict[str, tuple[str, str, Any]] = {
         _dead,
     ),
     "a writer that records nothing": ("the copier and the sweeper of the base", "tierstore.tiers.references.record_reference", _unrecorded),
+    "a saver that records nothing": (
+        "who saves straight to a packed authority and the sweeper of the base",
+        "tierstore.tiers.references.record_reference",
+        _unrecorded,
+    ),
     "a writer that does not mind what was let go": (
         "the copier and who drops the base's copy",
         "tierstore.tiers.log_facts.LogFacts.refused_reference",

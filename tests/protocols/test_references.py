@@ -18,8 +18,10 @@ from tierstore.names import Attempt, new_save_id, shard_name
 from tierstore.tiers import references
 from tierstore.tiers.bring import BRING, bring
 from tierstore.tiers.catalog import Catalog, RecordCache, scan
+from tierstore.tiers.commit import commit
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.decisions import pin, undelete
+from tierstore.tiers.direct import Refers
 from tierstore.tiers.gc.collect import collect
 from tierstore.tiers.gc.evict import evict
 from tierstore.tiers.gc.housekeeping import Housekeeping
@@ -393,6 +395,35 @@ def test_a_packed_authority_refers_before_the_commit_and_the_bytes_stay_for_a_sa
         assert (await reconcile(world.tiers, RUN, clock=world.clock)).ok
         assert (await world.facts(two)).committed
         await world.load(two, "shared")
+
+    run(act())
+
+
+def test_each_rank_of_a_save_straight_to_the_authority_refers_for_its_own_shard() -> None:
+    async def act() -> None:
+        world = World("shared")
+        one, two, three = (world.attempt(step) for step in (1, 2, 3))
+        await persist_lora(world.tiers, one, world_size=2, context=world.context)
+        await commit(world.tiers, one, deadline_s=0, clock=world.clock)
+        contexts = [CopyContext.make(world.tiers, world.clock) for _ in range(2)]  # a process each
+        for attempt in (two, three):
+            for rank, context in enumerate(contexts):
+                shard = lora_shard(attempt.step, rank=rank, world_size=2)
+                refer = Refers(context=context, attempt=attempt, tier=world.tiers.authority, block_nbytes=BLOCK, whole=False)
+                await persist_rank(world.tiers, attempt, world.tiers.authority, rank=rank, world_size=2, shard=shard, refer=refer)
+            await commit(world.tiers, attempt, deadline_s=0, clock=world.clock)
+        shared = world.storages["shared"]
+        assert isinstance(shared, PackedMemory)
+        for attempt in (two, three):
+            for rank in range(2):
+                assert shared.refers_to(attempt.path(shard_name(rank, 2))) == (one.path(shard_name(rank, 2)),)
+        facts = await world.facts(one)
+        assert sorted(facts.referenced["shared"]) == [two.folder, three.folder]  # one record for all ranks
+        assert world.stored(three, "shared") < world.stored(one, "shared") / 4
+        await world.let_go()
+        assert not world.stored(two, "shared")
+        assert world.stored(one, "shared")
+        await world.load(three, "shared")
 
     run(act())
 
