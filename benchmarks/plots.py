@@ -52,6 +52,13 @@ PICTURES = [
     Picture(name="packed-promote", key="packed.promote", title="Promotion from the disk to an S3 server on the same cores"),
     Picture(name="packed-load", key="packed.load", title="Load everything from S3, packed and raw"),
     Picture(
+        name="sizes-dense",
+        key="sizes.dense",
+        title="A whole checkpoint of AdamW's state, dense layers",
+        unit="bytes a parameter, of 14",
+        suffix=" B",
+    ),
+    Picture(
         name="quantise-drift",
         key="quantise.drift",
         title="Resumed from quantised moments: drift of all parameters",
