@@ -21,7 +21,7 @@ from tierstore.config_cadence import AutoEvery, BetterEvery, DynamicEvery, SaveE
 from tierstore.config_document import Document, expand, parse_yaml
 from tierstore.config_explain import explain
 from tierstore.config_mistakes import KeyPath, Mistake, config_error, is_secret, redact
-from tierstore.config_models import FilesConfig, IoConfig, LoadConfig, SaveConfig, StoreConfig, TierConfig
+from tierstore.config_models import FilesConfig, IoConfig, LoadConfig, SaveConfig, StoreConfig
 from tierstore.config_retention import (
     BestRule,
     EveryRule,
@@ -35,6 +35,7 @@ from tierstore.config_retention import (
     RetentionOverride,
     TierRetention,
 )
+from tierstore.config_tiers import TierConfig
 from tierstore.config_uris import default_durable, default_name, default_scope, normal_uri
 from tierstore.errors import ConfigError, TierStoreError
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from tierstore.config_mistakes import ABSENT, KeyPath, Mistake, MistakesError
-from tierstore.config_models import TierConfig
+from tierstore.config_tiers import TierConfig
 from tierstore.errors import TierStoreError
 
 __all__ = ["explain"]

@@ -10,7 +10,8 @@ from store_kit import open_over, unsynced
 from tiers_kit import SteppedClock, attempt_at, persist_rank, save
 
 from tierstore.config import load_config
-from tierstore.config_models import StoreConfig, TierConfig
+from tierstore.config_models import StoreConfig
+from tierstore.config_tiers import TierConfig
 from tierstore.errors import RefusedError, TemporaryError
 from tierstore.names import DESCRIPTOR, Attempt
 from tierstore.storage.contract import Storage

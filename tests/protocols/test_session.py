@@ -13,7 +13,8 @@ import pytest
 from tiers_kit import Hooked, SteppedClock, copy_to, failing, run, save
 
 from tierstore.config import load_config
-from tierstore.config_models import StoreConfig, TierConfig
+from tierstore.config_models import StoreConfig
+from tierstore.config_tiers import TierConfig
 from tierstore.errors import (
     AccessError,
     ClosedError,

@@ -24,6 +24,7 @@ FLOORS: dict[str, int] = {
     "config_retention": 0,
     "config_uris": 0,
     "config_packing": 0,
+    "config_tiers": 0,
     "config_values": 0,
     "errors": 0,
     "units": 0,

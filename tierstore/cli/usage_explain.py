@@ -11,7 +11,8 @@ from rich.text import Text
 from tierstore.cli.find import find_checkpoint
 from tierstore.cli.options import Cli
 from tierstore.cli.render import plain_table, wrapped
-from tierstore.config_models import StoreConfig, TierConfig
+from tierstore.config_models import StoreConfig
+from tierstore.config_tiers import TierConfig
 from tierstore.config_uris import is_local
 from tierstore.errors import UsageError
 from tierstore.tiers.catalog import Catalog, CheckpointInfo

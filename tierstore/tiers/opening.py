@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from tierstore.config_models import StoreConfig, TierConfig
+from tierstore.config_models import StoreConfig
 from tierstore.config_retention import GcConfig
+from tierstore.config_tiers import TierConfig
 from tierstore.errors import (
     AccessError,
     ConfigError,
