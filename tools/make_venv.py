@@ -58,8 +58,11 @@ def _install_torch(python: Path, constraints: str, index: str) -> bool:
 
 
 def _torch_of(python: str) -> str:
-    """The version of the torch that an interpreter can import; empty if it has none, or one that is too old."""
-    code = "import torch; print(torch.__version__)"
+    """The version of the torch that an interpreter can import, as pip knows it; empty if it has none, or one that is too old.
+
+    ``torch.__version__`` would not do: of PyPI's builds for CUDA it says more (``+cu130``), and pip finds no such version.
+    """
+    code = "import torch; from importlib.metadata import version; print(version('torch'))"
     done = subprocess.run([python, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
     version = done.stdout.strip() if done.returncode == 0 else ""
     numbers = tuple(int(n) for n in version.split("+")[0].split(".")[:2] if n.isdigit())
