@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks_kit import run_ranks
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tierstore.checkpointer import Checkpointer
 from tierstore.checkpointer.stopping import Stopping
 from tierstore.preemption import Preemption
+from tierstore.state.agreement import Agreement
 
 
 def model_of(sharded: bool) -> Any:
@@ -144,6 +146,13 @@ def test_a_rank_that_hangs_is_not_waited_for_past_the_deadline(tmp_path: Path) -
 
 def in_a_due_save(rank: int, world_size: int, folder: Path) -> Any:
     """Rank 0 is told to stop while it waits in a save for a rank that does not come."""
+    patch, comes = pytest.MonkeyPatch(), Agreement._comes
+
+    def told_while_it_waits(ranks: Agreement, key: str, end: float) -> bool:
+        patch.undo()
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return comes(ranks, key, end)
+
     model = torch.nn.Linear(2, 2)
     with checkpointer(folder, model, None, every=4, deadline=3.0) as ckpt:
         for step in ckpt.steps(10**9):
@@ -151,7 +160,7 @@ def in_a_due_save(rank: int, world_size: int, folder: Path) -> Any:
                 dist.barrier()
                 return ["hung", ckpt.stopped_by]
             if rank == 0 and step == 8:
-                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+                patch.setattr(Agreement, "_comes", told_while_it_waits)
             ckpt.step(step)
         dist.barrier()
         return [ckpt.stopped_by, [c.step for c in ckpt.store.checkpoints()]]

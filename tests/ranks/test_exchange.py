@@ -33,8 +33,8 @@ def wish(reader: MemoryReader, name: str, box: Box | None = None, dtype: torch.d
     return Fill(entry=entry, box=box, target=target)
 
 
-def load(rank: int, reader: MemoryReader, fills: list[Fill], *, budget: int = TINY, deadline_s: float = 60) -> None:
-    with Exchange(Agreement(deadline_s=deadline_s), what="the load of step 1", budget_nbytes=budget) as exchange:
+def load(rank: int, reader: MemoryReader, fills: list[Fill], *, budget: int = TINY) -> None:
+    with Exchange(Agreement(deadline_s=60), what="the load of step 1", budget_nbytes=budget) as exchange:
         exchange.fill(reader, run, fills)
 
 
@@ -176,10 +176,14 @@ def test_what_is_good_nowhere_is_told_on_every_rank(tmp_path: Path, failing: str
 def dies(rank: int, world_size: int, folder: Path, when: str) -> Any:
     tensors = truth()
     reader = MemoryReader(tensors, dies=(2, die) if rank == 1 and when == "between" else None)
+    agreement = Agreement(deadline_s=60)
+    agreement.share("all are there", b"")
+    agreement.deadline_s = 2
     if rank == 1 and when == "before":
         die()
     try:
-        load(rank, reader, [wish(reader, name) for name in reader.index.names()], deadline_s=2)
+        with Exchange(agreement, what="the load of step 1", budget_nbytes=TINY) as exchange:
+            exchange.fill(reader, run, [wish(reader, name) for name in reader.index.names()])
     except TierStoreError as error:
         return [type(error).__name__, error.context.get("ranks")]
     return None

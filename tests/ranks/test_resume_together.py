@@ -244,7 +244,10 @@ def test_a_commit_that_lands_between_two_listings_is_seen_by_all_or_by_none(late
 
 
 def one_dies(rank: int, world_size: int, folder: Path, where: str) -> Any:
-    with tierstore.open(config(folder, rank, deadline="3s"), rank=rank, world_size=world_size) as store:
+    with tierstore.open(config(folder, rank), rank=rank, world_size=world_size) as store:
+        assert store.agreement is not None
+        store.agreement.share("all are there", b"")
+        store.agreement.deadline_s = 3
         if rank == 1:
             if where == "before":
                 die()

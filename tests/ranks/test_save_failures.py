@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,24 @@ import torch
 from ranks_kit import die, run_ranks
 
 import tierstore
+from tierstore.clock import SystemClock
 from tierstore.errors import DeadlineError, IntegrityError, SaveError, TierFullError, TierStoreError
+from tierstore.names import part_name
 from tierstore.state.image_memory import Memory
 
 LONG = "30m"
 """A deadline that a test does not wait for."""
+TOGETHER = ("before the agreement", "before it is ready")
+"""When a rank can die that the others still wait for in `save`."""
 
 
-def open_in(folder: Path, *, agreement: str = "60s", commit: str = LONG, memory: bool = False, **more: Any) -> tierstore.Store:
+def open_in(
+    folder: Path, *, agreement: str = "60s", commit: str = LONG, memory: bool = False, clock: SystemClock | None = None, **more: Any
+) -> tierstore.Store:
     node = {"name": "node", "uri": str(folder / "node"), "scope": "node", "durable": not memory}
     shared = {"name": "shared", "uri": str(folder / "shared"), "scope": "shared"}
     save = {"agreement_timeout": agreement, "commit_timeout": commit, **more.pop("save", {})}
-    return tierstore.open({"version": 1, "run": "r", "tiers": [node, shared], "save": save, **more})
+    return tierstore.open({"version": 1, "run": "r", "tiers": [node, shared], "save": save, **more}, clock=clock)
 
 
 def state_of(rank: int, step: int) -> dict[str, Any]:
@@ -60,11 +67,30 @@ def resumes(rank: int, world_size: int, folder: Path) -> Any:
 # ---- death
 
 
+class Ahead(SystemClock):
+    """A clock that the test moves on: so that a deadline is over when the ranks that live have come, however long that took."""
+
+    ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.ahead_s
+
+    def pass_commit_timeout(self, folder: Path, step: int, ranks: set[int]) -> None:
+        """Moves on once the parts of `ranks` are there."""
+        paths = [f"step-{step:010d}-*/{part_name(rank)}" for rank in ranks]
+        poll(lambda: all(list((folder / "shared" / "r").glob(path)) for path in paths))
+        self.ahead_s += 3 * 1800
+
+
 def dies_in(rank: int, world_size: int, folder: Path, moment: str, dead: int = 1) -> Any:
     patch = pytest.MonkeyPatch()
     patch.setattr("tierstore.state.agreement._GRACE_S", 1.0)  # how much longer the others wait for rank 0
-    store = open_in(folder, agreement="3s", commit="3s")
+    clock = Ahead()
+    store = open_in(folder, clock=clock)
     first = save_or_tell(store, 1, state_of(rank, 1))
+    assert store.agreement is not None
+    store.agreement.share("all know of the first save", b"")
+    store.agreement.deadline_s = 3
     if rank == dead:
         if moment == "before the agreement":
             die()
@@ -75,10 +101,13 @@ def dies_in(rank: int, world_size: int, folder: Path, moment: str, dead: int = 1
             "before its part record": "tierstore.tiers.persist.encode_part",
         }[moment]
         patch.setattr(target, lambda *args, **kwargs: die())
+    elif moment not in TOGETHER:
+        living = {0, 1, 2} - {dead}
+        threading.Thread(target=clock.pass_commit_timeout, args=(folder, 2, living), daemon=True).start()
     return [first, save_or_tell(store, 2, state_of(rank, 2))]
 
 
-@pytest.mark.parametrize("moment", ["before the agreement", "before it is ready"])
+@pytest.mark.parametrize("moment", TOGETHER)
 def test_a_rank_that_dies_before_all_are_ready_is_named_and_nothing_is_begun(moment: str, tmp_path: Path) -> None:
     found = run_ranks(3, dies_in, tmp_path, moment=moment, may_die={1: -9})
     expected = ["DeadlineError", "the save of step 2: rank 1 of 3 did not come within 3 s", [1]]
@@ -295,9 +324,12 @@ def test_a_save_that_one_rank_skips_is_given_up_on_all_and_newer_ones_commit(tmp
 
 def has_a_full_disk(rank: int, world_size: int, folder: Path) -> Any:
     patch = pytest.MonkeyPatch()
-    store = open_in(folder, commit="3s")
+    clock = Ahead()
+    store = open_in(folder, clock=clock)
     if rank == 1:
         full_disk(patch)
+    else:
+        threading.Thread(target=clock.pass_commit_timeout, args=(folder, 1, {0}), daemon=True).start()
     first = save_or_tell(store, 1, state_of(rank, 1)) if rank == 0 else waits_for_space(store, state_of(rank, 1), folder)
     (folder / "heard").touch()
     patch.undo()
@@ -334,6 +366,10 @@ def comes_late(rank: int, world_size: int, folder: Path) -> Any:
         store.agreement  # noqa: B018 - made while all are on time
         if rank == 1:
             poll(lambda: (folder / "missed").exists())
+        elif rank == 2:
+            (folder / "comes").touch()
+        else:
+            poll(lambda: (folder / "comes").exists())  # by its clock a deadline is over
         first = save_or_tell(store, 1, state_of(rank, 1))
         (folder / "missed").touch()
         assert store.agreement is not None
