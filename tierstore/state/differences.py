@@ -100,6 +100,8 @@ class Differences:
         self._found: dict[str, list[tuple[str, str]]] = {kind: [] for kind in ("missing", "unexpected", "shape", "dtype", "kind")}
         self.omitted = False
         """Whether something that is missing was left out of the checkpoint on purpose."""
+        self.unfilled: Callable[[], Sequence[str]] = tuple
+        """Says why rules filled nothing of what is missing."""
 
     def note(self, kind: Literal["missing", "unexpected", "shape", "dtype", "kind"], place: Place, detail: str) -> None:
         """Notes one, unless it is allowed or its place does not count."""
@@ -134,6 +136,7 @@ class Differences:
                 near = difflib.get_close_matches(name, unexpected[:2000], n=1) if kind == "missing" and len(lines) < _SHOWN else []
                 lines.append(f"{kind:<10} {name}: {detail}" + (f" (nearest stored: {near[0]})" if near else ""))
         more = f"\n  ... and {total - _SHOWN:,} more" if total > _SHOWN else ""
+        more += "".join(f"\n  {rule}" for rule in (self.unfilled()[:_SHOWN] if self._found["missing"] else ()))
         raise StateMismatchError(
             f"{what} in {_places(total)}; nothing was changed\n  " + "\n  ".join(lines[:_SHOWN]) + more,
             hint=(f"{_FILL}; " if self.omitted else "") + _hint(self._found),

@@ -7,9 +7,11 @@ but each sees the stored names, and one that matches nothing is no error. Where 
 
 from __future__ import annotations
 
+import difflib
 import logging
+import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +32,10 @@ from tierstore.units import format_some
 __all__ = ["Filling", "StandIn", "fill_rules", "fits", "omitted_in", "put_in", "without_omitted"]
 
 log = logging.getLogger(__name__)
+
+_COMPARED = 2000
+_ALIKE = 0.6
+_ANY_TEXT = re.compile(r"\\([^A-Za-z0-9])|\\\w|\[[^\]]*\]|\(\?\w?[:=!]|\.(?=[*+?{])|\{[^}]*\}|[()*+?^$|]")
 
 
 def fill_rules(source: Any) -> Rules | None:
@@ -63,6 +69,10 @@ class Filling:
     filled: dict[str, str] = field(default_factory=dict)
     """Wanted names that were filled, and from what."""
     _views: dict[str, View] | None = None
+    _makes: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Rule, by its number → the names that it makes of what is stored."""
+    _lacking: dict[str, None] = field(default_factory=dict)
+    """Names that were asked for, and that nothing stands in for."""
 
     def find(self, name: str) -> StandIn | None:
         """What stands in for the wanted tensor `name`; None: nothing does.
@@ -76,6 +86,7 @@ class Filling:
             self._views = self._made()
         view = self._views.get(name)
         if view is None:
+            self._lacking[name] = None
             return None
         index = RenamedIndex(self.index, {name: view})
         index.prepare([name])
@@ -92,6 +103,29 @@ class Filling:
             some = format_some([f"{name} ({how})" for name, how in sorted(self.filled.items())], 20)
             level = logging.WARNING if loudly else logging.INFO
             log.log(level, "%s: %d tensors that the checkpoint lacks were filled from others, by rule: %s", what, len(self.filled), some)
+        for text in self.unused() if loudly else ():
+            log.warning("%s: %s", what, text)
+
+    def unused(self) -> tuple[str, ...]:
+        """The rules that filled nothing though something was lacking, and why, for people; ``optional: true`` says that one need not.
+
+        A rule that matches what is stored is among them only where what it makes of that is not what is lacking.
+        """
+        if self.rules is None or self._views is None:
+            return ()
+        lacking = [name for name in self._lacking if name not in self.filled]
+        texts = []
+        for rule in self.rules.rules:
+            makes = self._makes[rule.number]
+            if rule.optional:
+                continue
+            if not makes:
+                literal = _literal(rule.patterns[0].pattern)
+                texts.append(f"fill: {rule} matches nothing that is stored{_near(literal, self.index.names(), 'nearest stored')}")
+            elif lacking and self.filled.keys().isdisjoint(makes):
+                near = _near(makes[0], lacking, "nearest that is lacking")
+                texts.append(f"fill: {rule} makes {format_some(makes, 2)}, and nothing of that is lacking{near}")
+        return tuple(texts)
 
     def _made(self) -> dict[str, View]:
         assert self.rules is not None
@@ -102,9 +136,31 @@ class Filling:
         for rule in self.rules.rules:
             # Nothing but its own: what is stored already may have the name of what the rule makes, and nobody asks for that then.
             its = {name: view for name, view in stored.items() if any(pattern.fullmatch(name) for pattern in rule.patterns)}
-            for name, view in Rules(rules=(replace(rule, optional=True),), others="drop").apply(its).items():
+            views = Rules(rules=(replace(rule, optional=True),), others="drop").apply(its)
+            self._makes[rule.number] = tuple(views)
+            for name, view in views.items():
                 made.setdefault(name, view)
         return made
+
+
+def _literal(pattern: str) -> str:
+    """What a regular expression says of the names themselves, without what stands for any text."""
+    return _ANY_TEXT.sub(lambda found: found[1] or "", pattern)
+
+
+def _near(wanted: str, names: Sequence[str], what: str) -> str:
+    """The names that have most of `wanted` in them, in its order: a rule may name a small part of each. Empty where none is near."""
+    if not wanted:
+        return ""
+    matcher = difflib.SequenceMatcher(autojunk=False)
+    matcher.set_seq2(wanted)
+    ranked: list[tuple[float, int, str]] = []
+    for name in names[:_COMPARED]:
+        matcher.set_seq1(name)
+        same = sum(block.size for block in matcher.get_matching_blocks()) / len(wanted)
+        if same >= _ALIKE:
+            ranked.append((-same, len(name), name))
+    return f" ({what}: {', '.join(name for _, _, name in sorted(ranked)[:2])})" if ranked else ""
 
 
 def fits(source: str, wanted: str) -> bool:

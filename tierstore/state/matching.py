@@ -12,19 +12,19 @@ from typing import Any, Literal, cast
 
 import torch
 
-from tierstore.errors import IncompleteError, NotFoundError, StateMismatchError, UsageError
+from tierstore.errors import StateMismatchError, UsageError
 from tierstore.format.index import RoutingIndex, TensorEntry
 from tierstore.format.objects import Opaque, TensorRef
 from tierstore.state.bits import dtype_name, empty, torch_dtype
 from tierstore.state.boxes import whole
 from tierstore.state.collecting import collector_paused
 from tierstore.state.differences import Differences, LoadOptions, selected
-from tierstore.state.filling import Filling, StandIn, fill_rules, fits, omitted_in
-from tierstore.state.guard import check_storable, is_plain
-from tierstore.state.paths import Place, Shown, name_of, show
+from tierstore.state.filling import Filling, fill_rules, omitted_in
+from tierstore.state.paths import Place, name_of
 from tierstore.state.reading import Fill
-from tierstore.state.sharded import Piece, chunk_of, is_spread
+from tierstore.state.sharded import is_spread
 from tierstore.state.stored_kinds import deep, describe, flat, is_omitted, is_tensor, layout, leaves
+from tierstore.state.targets import Targets
 from tierstore.state.unflatten import COMPONENTS, MODULE_STATE, SPARSE, TENSOR, dressed, stored_tensors
 
 __all__ = ["Match", "match", "match_fresh"]
@@ -116,7 +116,6 @@ def match_fresh(tree: Any, index: RoutingIndex, options: LoadOptions, differing:
 
 
 _ABSENT = object()
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class _Planner:
@@ -128,16 +127,16 @@ class _Planner:
         self.names = names
         self.filling = Filling(index, fill_rules(options.fill))
         self.plan = Match(filling=self.filling)
+        self.differences = Differences(options, names)
+        self.targets = Targets(index, options, self.filling, self.differences, self.plan.fills, self.plan.ties)
         self.by_name = {name_of(t.place): t.name for t in stored_tensors(tree)} if flat(tree) else {}
-        self.used: set[str] = set()
         self.matched = 0
         self.asked = 0
-        self.differences = Differences(options, names)
+        self.differences.unfilled = self.filling.unused
         self.left: list[tuple[Place, Any]] = []
         """Stored subtrees that no place of `into` asks for."""
         self.differing = differing
         self.above = {place[:length] for place in differing for length in range(len(place) + 1)}
-        self.memory: dict[Any, TensorEntry] = {}
 
     # ---- the walk: each visit returns what makes the value of its place, later
 
@@ -223,7 +222,7 @@ class _Planner:
             found = self.filling.find(name)
             if found is None:
                 self.missing(inside, dtype, shape, omitted=True)
-            elif self.stands_in(found, inside, dtype, shape):
+            elif self.targets.stands_in(found, inside, dtype, shape):
                 target = empty(shape, torch_dtype(dtype))
                 self.plan.made[inside] = dressed(target, facts)
                 if target.numel():
@@ -232,19 +231,6 @@ class _Planner:
     def missing(self, place: Place, dtype: str, shape: Sequence[int], *, omitted: bool) -> None:
         self.differences.omitted |= omitted
         self.note("missing", place, f"{dtype} {list(shape)}{', left out of the checkpoint on purpose' if omitted else ''}")
-
-    def stands_in(self, found: StandIn, place: Place, dtype: str, shape: Sequence[int]) -> bool:
-        """Whether `found` can fill a tensor of that dtype and shape; notes it, or the difference."""
-        source, where = found.entry, ", ".join(found.sources[:3])
-        if tuple(shape) != source.shape:
-            self.note("shape", place, f"is {list(shape)} in `into`, {list(source.shape)} in what is to fill it ({where})")
-            return False
-        if not fits(source.dtype, dtype):
-            self.note("kind", place, f"is {dtype} in `into`, and can't be filled from {source.dtype} ({where})")
-            return False
-        self.used.update(found.sources)
-        self.filling.note(name_of(place), dtype, found)
-        return True
 
     def tensor(self, into: torch.Tensor, node: Any, place: Place) -> _Finish:
         keep: _Finish = lambda build: into  # noqa: E731
@@ -257,7 +243,7 @@ class _Planner:
             self.plan.lacking |= node is _ABSENT
             stand_in = self.filling.find(name_of(place))
             if stand_in is not None and (into.layout is torch.strided or is_spread(into)):
-                self.fill(into, place, stand_in)
+                self.matched += self.targets.fill(into, place, stand_in)
             else:
                 self.missing(place, dtype_name(into.dtype), into.shape, omitted=node is not _ABSENT)
             return keep
@@ -267,94 +253,18 @@ class _Planner:
         if name is None or (into.layout is not torch.strided and not is_spread(into)):
             self.note("kind", place, f"is a {layout(into)}tensor in `into`, stored as {describe(node)}")
             return keep
-        self.used.add(name)
+        self.targets.used.add(name)
         self.matched += 1
         if self.note_differing(place) and self.options.ranks is not None:
             return lambda build: _copied(into, build(node, place), place)
-        self.fill(into, place, name)
+        self.targets.fill(into, place, name)
         return keep
-
-    def fill(self, into: torch.Tensor, place: Place, source: str | StandIn) -> None:
-        """Plans to fill a tensor from the stored one of a name, or from what stands in for it."""
-        if isinstance(source, str) and type(into) in _PLAIN and not hasattr(into, "global_offsets") and is_plain(into):
-            self.fill_plain(into, source, place)  # nearly all of them are: few steps for each of tens of thousands
-            return
-        if is_spread(into):
-            chunk = chunk_of(into, f"into{show(place).removeprefix('state')}")
-            target, shape, pieces = chunk.tensor, chunk.global_shape, chunk.pieces
-            check_storable(target, Shown(place, "into"))
-        else:
-            target, shape = into.detach(), tuple(into.shape)
-            pieces = (Piece(tensor=target, offsets=(0,) * target.ndim),)
-            check_storable(into, Shown(place, "into"))
-        if isinstance(source, StandIn):
-            entry = cast(TensorEntry, source.entry)
-            if not self.stands_in(source, place, dtype_name(target.dtype), shape):
-                return
-            self.matched += 1
-        else:
-            entry = self.find(source, _around(pieces, len(shape)))
-            if shape != entry.shape:
-                self.note("shape", place, f"is {list(shape)} in `into`, {list(entry.shape)} stored")
-                return
-            if dtype_name(target.dtype) != entry.dtype and not self.castable(entry, target, place):
-                return
-        for piece in pieces:
-            self.fill_piece(piece, entry, place)
-
-    def fill_plain(self, into: torch.Tensor, name: str, place: Place) -> None:
-        """`fill` for a dense, contiguous tensor in memory that this process has for itself."""
-        shape, dtype = tuple(into.shape), into.dtype
-        entry = self.find(name)  # all of it is wanted
-        if shape != entry.shape:
-            self.note("shape", place, f"is {list(shape)} in `into`, {list(entry.shape)} stored")
-            return
-        target = into.detach() if into.requires_grad or type(into) is not torch.Tensor else into
-        if torch_dtype(entry.dtype) is not dtype and not self.castable(entry, target, place):
-            return
-        if address := into.data_ptr():
-            self.fill_box(target, entry, place, tuple(map(range, shape)), (address, shape, dtype))
-
-    def fill_piece(self, piece: Piece, entry: TensorEntry, place: Place) -> None:
-        target = piece.tensor
-        if not target.is_contiguous() and any(n == 0 and size > 1 for n, size in zip(target.stride(), target.shape, strict=True)):
-            self.note("kind", place, "is an expanded tensor in `into`: several of its elements are one place in memory")
-            return
-        if target.numel() == 0:
-            return
-        shape, dtype = tuple(target.shape), target.dtype
-        if target.is_cpu and target.is_contiguous():
-            memory: tuple[Any, ...] = (target.data_ptr(), shape, dtype)
-        else:
-            memory = (target.device, target.data_ptr(), shape, target.stride(), dtype)
-        self.fill_box(target, entry, place, tuple(range(b, b + n) for b, n in zip(piece.offsets, shape, strict=True)), memory)
-
-    def fill_box(self, target: torch.Tensor, entry: TensorEntry, place: Place, box: tuple[range, ...], memory: tuple[Any, ...]) -> None:
-        """Plans to fill the box `box` of a stored tensor into `target`, whose memory `memory` names, but once if it is tied."""
-        before = self.memory.setdefault(memory, entry)
-        if before is entry:
-            self.plan.fills.append(Fill(entry=entry, box=box, target=target))
-        elif (before.dtype, before.extents) != (entry.dtype, entry.extents):  # tied in `into`, stored apart
-            self.plan.ties.append((self.find(before.name), self.find(entry.name), name_of(place)))
-
-    def castable(self, entry: TensorEntry, target: torch.Tensor, place: Place) -> bool:
-        found = f"is {dtype_name(target.dtype)} in `into`, {entry.dtype} stored"
-        if self.options.dtype == "exact":
-            self.note("dtype", place, found)
-            return False
-        stored = torch_dtype(entry.dtype)
-        try:
-            torch.zeros(stored.itemsize, dtype=torch.uint8, device="cpu").view(stored).to(target.dtype)
-        except (RuntimeError, NotImplementedError):
-            self.note("dtype", place, f"{found}, and torch can't convert that")
-            return False
-        return True
 
     def sparse(self, into: torch.Tensor, node: Opaque, place: Place) -> _Finish:
         keep: _Finish = lambda build: into  # noqa: E731
         facts = node.value
         parts = list(stored_tensors(node))
-        self.used.update(t.name for t in parts)
+        self.targets.used.update(t.name for t in parts)
         if str(into.layout) != f"torch.{facts['layout']}":
             self.note("kind", place, f"is a {layout(into)}tensor in `into`, stored as {facts['layout']}")
             return keep
@@ -378,14 +288,6 @@ class _Planner:
     def wanted(self, place: Place) -> bool:
         return selected(name_of(place), self.names)
 
-    def find(self, name: str, box: Sequence[range] | None = None) -> TensorEntry:
-        try:
-            return self.index.find(name, box)
-        except NotFoundError as error:
-            raise IncompleteError(
-                f"the checkpoint's tree names the tensor {name!r}, its index does not", hint="run `tierstore verify`, or load another step"
-            ) from error
-
     def note_differing(self, place: Place) -> bool:
         """Notes the places at or below `place` where the ranks that saved differ; whether there are any."""
         if place not in self.above:
@@ -405,7 +307,7 @@ class _Planner:
         for place, node in self.left:
             tensors = list(stored_tensors(node, place))
             # A tensor that is used was loaded all the same: it is tied, or was found by name.
-            places = [t.place for t in tensors if t.name not in self.used] if tensors else leaves(node, place)
+            places = [t.place for t in tensors if t.name not in self.targets.used] if tensors else leaves(node, place)
             found.update(name_of(p) for p in places if self.differences.counts("unexpected", p))
         return found
 
@@ -416,7 +318,7 @@ class _Planner:
                 if not tensors:
                     self.note("unexpected", place, describe(node))
             for tensor in (t for _, _, tensors in found for t in tensors):
-                if tensor.name not in self.used and self.differences.counts("unexpected", tensor.place):
+                if tensor.name not in self.targets.used and self.differences.counts("unexpected", tensor.place):
                     self.note("unexpected", tensor.place, f"{self.index.dtype(tensor.name)} {list(self.index.shape(tensor.name))}")
             self.differences.check()
         else:
@@ -440,15 +342,3 @@ def _copied(into: torch.Tensor, value: Any, place: Place) -> torch.Tensor:
             into.resize_as_sparse_(value)  # `copy_` wants as many specified elements
         into.copy_(value)
     return into
-
-
-def _around(pieces: Sequence[Piece], ndim: int) -> tuple[range, ...]:
-    """A box around all pieces: of a stored tensor's extents, which may be thousands, only those within can be wanted."""
-    if not pieces:
-        return (range(0),) * ndim
-    if len(pieces) == 1:
-        piece = pieces[0]
-        return tuple(range(begin, begin + size) for begin, size in zip(piece.offsets, piece.tensor.shape, strict=True))
-    begins = [min(piece.offsets[axis] for piece in pieces) for axis in range(ndim)]
-    ends = [max(piece.offsets[axis] + piece.tensor.shape[axis] for piece in pieces) for axis in range(ndim)]
-    return tuple(range(begin, end) for begin, end in zip(begins, ends, strict=True))

@@ -188,3 +188,38 @@ class TestStore:
         config = {"version": 1, "run": "r", "tiers": [{"name": "a", "uri": str(tmp_path)}], "load": {"fill": [{"match": "("}]}}
         with pytest.raises(UsageError, match="rule 1"):
             tierstore.open(config)
+
+
+def test_rules_that_match_nothing_are_named_with_what_is_near_where_a_load_fails() -> None:
+    reader = left_out(state())
+    fill = ({"match": r"modle\.(w|b)", "to": r"optim.master.\1"}, {"match": r"model\.w", "to": "optim.gruops.0"})
+    for into in (None, state()):
+        with pytest.raises(StateMismatchError, match=r"missing +optim.master.w") as caught:
+            load_state(reader, run, into=into, options=LoadOptions(fill=fill))
+        told = str(caught.value)
+        assert r"rule 1 (modle\.(w|b)) matches nothing that is stored (nearest stored: model.b, model.w)" in told
+        assert r"rule 2 (model\.w) makes optim.gruops.0, and nothing of that is lacking (nearest that is lacking: optim.groups.0)" in told
+
+
+def test_rules_that_match_nothing_are_named_also_where_the_others_fill_all(caplog: pytest.LogCaptureFixture) -> None:
+    reader = left_out(state())
+    caplog.set_level(logging.WARNING, "tierstore.state")
+    fill = (*FILL, {"match": r"ema\.(.*)", "to": r"optim.ema.\1"}, {"match": r"lora\.(.*)", "to": r"optim.lora.\1", "optional": True})
+    assert_same_state(load_state(reader, run, options=LoadOptions(fill=fill)), filled(state()))
+    assert r"rule 3 (ema\.(.*)) matches nothing that is stored" in caplog.text
+    assert "rule 4" not in caplog.text
+    assert "rule 1" not in caplog.text
+    caplog.clear()
+    kept = load_state(reader, run, into=state(), options=LoadOptions(fill=fill[2:], missing="keep"))
+    assert_same_state(kept, state())
+    assert r"rule 3 (ema\.(.*)) matches nothing that is stored" not in caplog.text  # it is number 1 here
+    assert r"rule 1 (ema\.(.*)) matches nothing that is stored" in caplog.text
+    caplog.clear()
+    load_state(left_out(state(), omit=()), run, options=LoadOptions(fill=fill))
+    assert caplog.text == ""  # nothing was lacking: no rule was needed
+
+
+def test_a_long_list_of_stored_names_does_not_make_the_search_for_near_ones_long() -> None:
+    reader = left_out({"model": {f"layers.{n}.w": torch.zeros(1) for n in range(3000)}, "master": torch.zeros(1)}, omit=("master",))
+    with pytest.raises(StateMismatchError, match=r"nearest stored: model.layers.\d+.w, model.layers.\d+.w\)"):
+        load_state(reader, run, options=LoadOptions(fill=({"match": r"modle\.layers\.(\d+)\.w", "to": "master"},)))
