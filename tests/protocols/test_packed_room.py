@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from tierstore.storage.packed import PackedStorage
 from tierstore.storage.packing_rules import Packing
 from tierstore.storage.posix import PosixStorage
 from tierstore.storage.sources import BytesSource
+from tierstore.testing.equality import assert_same_state
 from tierstore.tiers.catalog import scan
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.promote import promote
+from tierstore.tiers.repair import repair
 from tierstore.tiers.space_account import SpaceAccount
 
 MIB = 1 << 20
@@ -152,6 +155,101 @@ def test_a_promise_is_not_corrected_where_the_tier_was_listed_meanwhile() -> Non
     account.listed(1700, None, account.begin())
     account.written(listed_since, 200)
     assert account.estimate(None) == 1700
+
+
+def leave_on_disk(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[int]:
+    """The disk under `folder` has as many bytes free as the list says; others have plenty."""
+    free = [1 << 40]
+
+    async def free_nbytes(self: PosixStorage) -> int | None:
+        return free[0] if self.uri == str(folder) else 1 << 40
+
+    monkeypatch.setattr(PosixStorage, "free_nbytes", free_nbytes)
+    return free
+
+
+def test_repair_mends_a_shard_on_a_packed_tier_that_only_has_room_for_it_packed(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = place.config(codec="zstd")
+    place.save(config, 1)
+    (name,) = place.names("shard-")
+    good = place.bucket._files[name]
+    place.flip(name, 100)
+    damaged = place.bucket._files[name]
+    with place.session(config) as session:
+        leave(place, monkeypatch, MIB + len(good) // 2)
+        report = session.run(repair(session.tiers, "r", clock=session.clock))
+        assert "are wanted (about that, packed; " in report.unmended[0].reason
+        assert place.bucket._files[name] == damaged
+        leave(place, monkeypatch, MIB + int(1.15 * len(good)))
+        report = session.run(repair(session.tiers, "r", clock=session.clock))
+        assert [mended.file for mended in report.mended] == ["shard-00000-of-00001.safetensors"]
+    assert place.bucket._files[name] == good
+
+
+def test_a_checkpoint_is_adopted_onto_a_packed_tier_that_only_has_room_for_it_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(adam_state(7), tmp_path / "foreign.pt")
+    free = leave_on_disk(monkeypatch, tmp_path / "a")
+    config = {"version": 1, "run": "r", "tiers": [{"name": "a", "uri": str(tmp_path / "a"), "scope": "shared", "codec": "zstd"}]}
+    with tierstore.open(config) as store:
+        store.save(1, adam_state(1)).wait("committed", timeout=60)
+        raw = store.checkpoints()[0].nbytes
+        free[0] = 64 * MIB + raw // 4
+        with pytest.raises(TierFullError, match=r"are wanted \(about that, packed; "):
+            store.adopt(tmp_path / "foreign.pt", step=7)
+        free[0] = 64 * MIB + raw - raw // 20
+        store.adopt(tmp_path / "foreign.pt", step=7).wait("committed", timeout=60)
+        assert_same_state(store.load(7), adam_state(7))
+
+
+def node_without_step_2(place: Place) -> tuple[dict[str, Any], int]:
+    """A node whose tier packs, and has the first of two checkpoints; the raw length of one."""
+    config = place.config()
+    config = {**config, "tiers": [{**config["tiers"][0], "codec": "zstd"}, config["tiers"][1]]}
+    with place.open(config) as store:
+        for step in (1, 2):
+            store.save(step, adam_state(step)).wait("committed", timeout=60)
+        raw = store.checkpoints()[0].nbytes
+    for folder in (place.root / "node" / "r").glob("step-0000000002-*"):
+        shutil.rmtree(folder)
+    return {**config, "load": {"hydrate": "node"}}, raw
+
+
+def hydrated(place: Place) -> list[Path]:
+    return [path for path in (place.root / "node").rglob("*") if "step-0000000002" in str(path) and path.name.startswith("shard-")]
+
+
+def test_hydrate_brings_a_shard_onto_a_packed_tier_that_only_has_room_for_it_packed(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, raw = node_without_step_2(place)
+    free = leave_on_disk(monkeypatch, place.root / "node")
+    for room, files in ((raw // 4, 0), (raw - raw // 20, 1)):
+        free[0] = 64 * MIB + room
+        with place.open(config) as store:
+            assert_same_state(store.load(2), adam_state(2))
+        assert len(hydrated(place)) == files
+
+
+def test_a_node_that_is_full_after_all_keeps_nothing_of_what_is_hydrated_and_the_load_reads_on(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, _ = node_without_step_2(place)
+    real, full = OsSyscalls.pwrite, []
+
+    def pwrite(self: OsSyscalls, fd: int, data: Any, offset: int) -> int:
+        if len(data) >= 1 << 16 and os.readlink(f"/proc/self/fd/{fd}").startswith(str(place.root / "node")) and offset:
+            full.append(offset)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(self, fd, data[: 1 << 16] if len(data) > 1 << 16 else data, offset)
+
+    monkeypatch.setattr(OsSyscalls, "pwrite", pwrite)
+    before = {path for path in (place.root / "node").rglob("*") if path.is_file()}
+    with place.open(config) as store:
+        assert_same_state(store.load(2), adam_state(2))
+    assert full
+    assert {path for path in (place.root / "node").rglob("*") if path.is_file() and "step-0000000002" in str(path)} <= before
+    assert hydrated(place) == []
+    assert [path for path in (place.root / "node" / ".tmp").iterdir() if "write" in path.name] == []
 
 
 class Full(OsSyscalls):

@@ -20,7 +20,8 @@ from tierstore.tiers.jobs import SaveJob
 from tierstore.tiers.persist import persist
 from tierstore.tiers.progress import Progress, telling
 from tierstore.tiers.session import Session
-from tierstore.tiers.space import SAVE_RESERVE_NBYTES, check_space
+from tierstore.tiers.space import SAVE_RESERVE_NBYTES
+from tierstore.tiers.space_estimate import check_room_to_save
 from tierstore.tiers.ticket import Ticket
 from tierstore.tiers.tier import Tier, ensure_tier
 from tierstore.tiers.together import together
@@ -105,7 +106,15 @@ async def _check_room(session: Session, job: SaveJob) -> None:
     candidates = (*staging(session.tiers), session.tiers.authority)
     for tier in candidates:
         try:
-            await check_space(tier, job.shard.nbytes, reserve_nbytes=SAVE_RESERVE_NBYTES)
+            promise = await check_room_to_save(
+                job.attempt,
+                tier,
+                job.shard.nbytes,
+                besides=len(job.objects),
+                home=session.tiers.is_authority(tier),
+                reserve_nbytes=SAVE_RESERVE_NBYTES,
+            )
+            tier.account.written(promise, 0)  # who writes it asks again
             return
         except TierFullError:
             if tier is candidates[-1]:

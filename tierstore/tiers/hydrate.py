@@ -35,7 +35,8 @@ from tierstore.tiers.locks import FileLock
 from tierstore.tiers.progress import NO_PROGRESS, Progress
 from tierstore.tiers.reads import AnyWant
 from tierstore.tiers.replica import Replica
-from tierstore.tiers.space import SAVE_RESERVE_NBYTES, check_space
+from tierstore.tiers.space import SAVE_RESERVE_NBYTES
+from tierstore.tiers.space_estimate import check_room_beside
 from tierstore.tiers.tier import Tier, Tiers, ensure_tier, make_descriptor, wrong_store
 from tierstore.tiers.tier import read_store_id as store_id_of
 from tierstore.tiers.view import AttemptView, observe
@@ -318,13 +319,14 @@ class _Copying:
             if self._stopped:
                 return False
             view = await self._prepared()
-            await check_space(self._tier, nbytes, reserve_nbytes=SAVE_RESERVE_NBYTES)
+            promise = await check_room_beside(attempt, self._tier, nbytes, reserve_nbytes=SAVE_RESERVE_NBYTES)
             entry = await self._replica.file_entry(name)
             context = replace(self._hydration.context, progress=tell)
             sources = sources_of(context, view, self._tier, name)
             block_nbytes = self._replica.manifest.block_nbytes
             log.info("tier=%s checkpoint=%s file=%s nbytes=%d is hydrated", self._tier.name, attempt.folder, name, nbytes)
-            await copy_file(context, attempt, self._tier, sources, entry, block_nbytes, quarantining(context, view))
+            written = await copy_file(context, attempt, self._tier, sources, entry, block_nbytes, quarantining(context, view))
+            self._tier.account.written(promise, written.taken_nbytes)
         except TierStoreError as error:
             self._tell_end(name, None)
             self._give_up(error)
@@ -350,7 +352,9 @@ class _Copying:
                 # What others are at has its room already: their files are there, or on their way and as large as they will be.
                 locks = {name: lock_path(self._tier, attempt, name) for name in self._missing}
                 wanted = [name for name in self._missing if name in self._own or not locks[name].exists()]
-                await check_space(self._tier, sum(self._sizes[name] for name in wanted), reserve_nbytes=SAVE_RESERVE_NBYTES)
+                nbytes = sum(self._sizes[name] for name in wanted)
+                promise = await check_room_beside(attempt, self._tier, nbytes, reserve_nbytes=SAVE_RESERVE_NBYTES)
+                self._tier.account.written(promise, 0)  # each file asks again
                 self._view = view
             return self._view
 

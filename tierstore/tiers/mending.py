@@ -18,7 +18,8 @@ from tierstore.storage.contract import FileInfo, PackHints, Source, WritesPacked
 from tierstore.storage.sources import ThrottledSource
 from tierstore.tiers.budget import ByteBudget
 from tierstore.tiers.copying import CopyContext, Proof
-from tierstore.tiers.space import check_space
+from tierstore.tiers.read_order import file_order
+from tierstore.tiers.space_estimate import check_room
 from tierstore.tiers.tier import Tier
 from tierstore.tiers.verify_files import runs_of
 
@@ -83,6 +84,8 @@ class MendingSource:
     """Block → the other tier that it came from."""
     lost: dict[int, str] = field(default_factory=dict)
     """Block → why no tier had it good."""
+    order: Sequence[tuple[int, int]] = ()
+    """`contract.InOrder`."""
 
     @property
     def nbytes(self) -> int:
@@ -185,7 +188,9 @@ async def mend_shard(
         if dry_run:
             await _survey(source, suspect)
         else:
-            await check_space(replace(tier, capacity=None), file.nbytes)  # it replaces what is there: only the disk needs room for both
+            # It replaces what is there: only the disk needs room for both.
+            await check_room(context, attempt, replace(tier, capacity=None), [file], block_nbytes, lossy=not hints.exact)
+            source.order = await _order(source)
             limit = context.limits.get(tier.name)
             throttled: Source = source if limit is None else ThrottledSource(source, limit)
             async with context.files:
@@ -217,6 +222,12 @@ async def mend_shard(
         nbytes_written=file.nbytes,
         info=written,
     )
+
+
+async def _order(source: MendingSource) -> Sequence[tuple[int, int]]:
+    """In which order the first tier that is read costs least."""
+    first = next(iter(source.others), None) if not source.own_nbytes or source.bad else source.own
+    return () if first is None else await file_order(first.storage, source.path, source.nbytes, source.block_nbytes)
 
 
 async def _write(tier: Tier, path: str, source: Source, hints: PackHints) -> FileInfo:

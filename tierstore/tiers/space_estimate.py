@@ -1,27 +1,29 @@
-"""Room for what is packed: asked for as it is, and where it does not fit so, for what it probably comes to.
+"""Room for what is packed: asked for as it is, and where it does not fit so, for what it probably comes to. All who write shards ask here.
 
-What the run's newest copy on the tier took says how far shards are packed there, and the digests say which bytes need not be stored again.
+What the run's newest copy on the tier took, or else what lies there of it, says how far shards are packed there, and the digests say which
+bytes need not be stored again.
 It is an estimate: whether the disk is full is said by the write, which then leaves nothing and is tried again.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from tierstore.errors import TierFullError, TierStoreError
 from tierstore.format.index import FileEntry
+from tierstore.format.packed.types import packable
 from tierstore.names import Attempt
 from tierstore.storage.contract import Storage, WritesPacked
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.log import read_log
 from tierstore.tiers.log_facts import fold, quantised_in
 from tierstore.tiers.references import committed_attempts
-from tierstore.tiers.space import check_space
+from tierstore.tiers.space import COPY_RESERVE_NBYTES, check_space
 from tierstore.tiers.space_account import Promise
 from tierstore.tiers.tier import Tier
 
-__all__ = ["check_room", "check_room_to_save"]
+__all__ = ["check_room", "check_room_beside", "check_room_to_save"]
 
 log = logging.getLogger(__name__)
 
@@ -63,22 +65,38 @@ async def check_room(
         TierFullError: It does not fit, by the estimate neither. Nothing was written.
     """
     raw = sum(file.nbytes for file in shards)
-    try:
-        return await check_space(target, raw + besides)
-    except TierFullError:
-        if not isinstance(target.storage, WritesPacked):
-            raise
+
+    async def packed() -> int:
         same = 0
         for file in shards if refer else ():
             same += await context.references.unchanged_nbytes(context.tiers, attempt, target, file, block_nbytes)
-        share = await _share_taken(
-            context.tiers.authority.storage, attempt.run, target, home=context.tiers.is_authority(target), lossy=lossy
-        )
-        nbytes = _estimate(raw, same, share)
-        if nbytes >= raw:
-            raise
-    log.info("tier=%s checkpoint=%s does not fit as it is; packed it takes about %d bytes", target.name, attempt.folder, nbytes + besides)
-    return await check_space(target, nbytes + besides, raw_nbytes=raw + besides)
+        home = context.tiers.is_authority(target)
+        share = await _share_taken(context.tiers.authority.storage, attempt.run, target, home=home, lossy=lossy)
+        if share is None and target.quantise is None:
+            share = await _share_there(attempt.run, target)
+        return _estimate(raw, same, share)
+
+    return await _asked(target, attempt, raw, besides, COPY_RESERVE_NBYTES, packed)
+
+
+async def check_room_beside(attempt: Attempt, tier: Tier, nbytes: int, *, besides: int = 0, reserve_nbytes: int) -> Promise:
+    """The same where no log tells of the tier's copies: on a node's.
+
+    Args:
+        attempt: What is written.
+        tier: Where to.
+        nbytes: Length of the shards.
+        besides: Bytes of other files.
+        reserve_nbytes: Free space to leave.
+
+    Raises:
+        TierFullError: It does not fit, by the estimate neither. Nothing was written.
+    """
+
+    async def packed() -> int:
+        return _estimate(nbytes, 0, await _share_there(attempt.run, tier))
+
+    return await _asked(tier, attempt, nbytes, besides, reserve_nbytes, packed)
 
 
 async def check_room_to_save(attempt: Attempt, tier: Tier, nbytes: int, *, besides: int, home: bool, reserve_nbytes: int) -> Promise:
@@ -95,15 +113,29 @@ async def check_room_to_save(attempt: Attempt, tier: Tier, nbytes: int, *, besid
     Raises:
         TierFullError: It does not fit, by the estimate neither. Nothing was written.
     """
+    if not home:
+        return await check_room_beside(attempt, tier, nbytes, besides=besides, reserve_nbytes=reserve_nbytes)
+
+    async def packed() -> int:
+        return _estimate(nbytes, 0, await _share_taken(tier.storage, attempt.run, tier, home=True, lossy=False))
+
+    return await _asked(tier, attempt, nbytes, besides, reserve_nbytes, packed)
+
+
+async def _asked(
+    tier: Tier, attempt: Attempt, raw: int, besides: int, reserve_nbytes: int, packed: Callable[[], Awaitable[int]]
+) -> Promise:
+    """Asks for room for `raw` bytes of shards and `besides`; where there is none, and the tier packs, for what `packed` says instead."""
     try:
-        return await check_space(tier, nbytes + besides, reserve_nbytes=reserve_nbytes)
+        return await check_space(tier, raw + besides, reserve_nbytes=reserve_nbytes)
     except TierFullError:
-        if not (home and isinstance(tier.storage, WritesPacked)):
+        if not isinstance(tier.storage, WritesPacked):
             raise
-        estimate = _estimate(nbytes, 0, await _share_taken(tier.storage, attempt.run, tier, home=True, lossy=False))
-        if estimate >= nbytes:
+        nbytes = await packed()
+        if nbytes >= raw:
             raise
-    return await check_space(tier, estimate + besides, reserve_nbytes=reserve_nbytes, raw_nbytes=nbytes + besides)
+    log.info("tier=%s checkpoint=%s does not fit as it is; packed it takes about %d bytes", tier.name, attempt.folder, nbytes + besides)
+    return await check_space(tier, nbytes + besides, reserve_nbytes=reserve_nbytes, raw_nbytes=raw + besides)
 
 
 def _estimate(raw: int, same: int, share: float | None) -> int:
@@ -126,4 +158,19 @@ async def _share_taken(storage: Storage, run: str, tier: Tier, *, home: bool, lo
                 return min(1.0, taken / raw) if type(taken) is int and taken >= 0 else 1.0
     except TierStoreError as error:
         log.info("tier=%s run=%s what its copies took is not known: %s", tier.name, run, error.message)
+    return None
+
+
+async def _share_there(run: str, tier: Tier) -> float | None:
+    """What the run's newest shards that lie on a tier take of their raw bytes; None: there are none, or nothing tells."""
+    try:
+        folders = [Attempt.parse(run, folder.rpartition("/")[2]) for folder in (await tier.storage.children(run)).folders]
+        newest = sorted((attempt for attempt in folders if attempt is not None), key=lambda attempt: attempt.save_id, reverse=True)
+        for attempt in newest[:_LOOKED_AT]:
+            files = (await tier.storage.children(attempt.folder)).files
+            shards = [info for info in files if info.nbytes and packable(info.path.rpartition("/")[2])]
+            if shards:
+                return min(1.0, sum(info.taken_nbytes for info in shards) / sum(info.nbytes for info in shards))
+    except TierStoreError as error:
+        log.info("tier=%s run=%s what its shards take is not known: %s", tier.name, run, error.message)
     return None
