@@ -91,7 +91,7 @@ SUITES = [
         contest=True,
         takes=("--repeat", "--directory"),
     ),
-    Suite(name="sizes", short=("--model", "demo"), limit_s=240, takes=("--directory",)),
+    Suite(name="sizes", short=("--model", "demo"), limit_s=420, takes=("--directory",)),
     _sized("reshard", "64MiB 1", "8MiB 1", 150),
     Suite(name="quantise", short=("--short",), limit_s=600, takes=()),
 ]
