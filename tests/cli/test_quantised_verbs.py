@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from packed_tiers_kit import adam_state
+from tiers_kit import SteppedClock
 from typer.testing import CliRunner, Result
 
 import tierstore
@@ -121,3 +123,40 @@ def test_verify_tells_before_and_after_recover_that_an_exact_copy_is_left_nowher
         assert torch.equal(loaded["master"]["w"], adam_state(10)["master"]["w"])
         store.save(20, loaded).wait("far", timeout=60)  # the way on
     assert [v["checkpoint"].partition("/")[2][:15] for v in values(saved, "verify") if v["type"] == "finding"] == ["step-0000000010"]
+
+
+def test_push_foretells_what_becomes_of_a_quantised_copy_which_counts_for_nothing(tmp_path: Path) -> None:
+    config = tmp_path / "tierstore.yaml"
+    config.write_text(
+        "run: sft\n"
+        "tiers:\n"
+        "  - {name: shared, uri: ./shared, scope: shared}\n"
+        "  - {name: far, uri: ./far, codec: zstd, quantise: q8}\n"
+        "retention: {keep: [{last: 5}], tiers: {shared: {keep: [{last: 1}]}, far: {keep: [{last: 1}]}}, protect: {min_age: 1h}}\n"
+    )
+    clock = SteppedClock()
+    clock.wall = datetime.now(timezone.utc) - timedelta(days=2)
+    with tierstore.open(str(config), clock=clock) as store:
+        for step in (10, 20):
+            store.save(step, adam_state(step)).wait("far", timeout=60)
+    call(config, "gc", "-y")
+    assert tiers_of(config, 10) == {"shared": "complete"}  # far keeps its last one, and shared the only copy that counts
+
+    (foretold,) = [v for v in values(config, "push", "@10", "--to", "far", "-n") if v["type"] == "copy"]
+    assert foretold["reason"] == "far keeps last 1"
+    assert "done" in call(config, "push", "@10", "--to", "far", "-y").stdout
+    assert tiers_of(config, 10) == {"shared": "complete", "far": "quantised"}
+    call(config, "gc", "-y")
+    assert tiers_of(config, 10) == {"shared": "complete"}  # as was said
+
+    (foretold,) = [v for v in values(config, "push", "@10", "--to", "far", "--exact", "-n") if v["type"] == "copy"]
+    assert foretold["reason"] == ""  # shared drops its own, and this one is the last that counts
+    assert "done" in call(config, "push", "@10", "--to", "far", "--exact").stdout
+    call(config, "gc", "-y")
+    assert tiers_of(config, 10) == {"far": "complete"}
+
+
+def tiers_of(config: Path, step: int) -> dict[str, str]:
+    (tiers,) = [v["tiers"] for v in values(config, "ls") if v.get("step") == step]
+    found: dict[str, str] = tiers
+    return found

@@ -24,6 +24,8 @@ from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.gc.foresee import would_drop
 from tierstore.tiers.gc.housekeeping import look
 from tierstore.tiers.pending import Copy
+from tierstore.tiers.quantised import quantising
+from tierstore.tiers.replica import open_replica
 from tierstore.tiers.session import Session
 from tierstore.tiers.tier import Tier
 from tierstore.units import format_size
@@ -147,9 +149,21 @@ def _foreseen(cli: Cli, session: Session, moves: Sequence[_Move]) -> list[_Move]
             continue
         situation = session.run(look(h))
         for move in mine:
-            why = "" if _is_there(move) else would_drop(h, situation, move.info.attempt, move.tier)
+            there = _is_there(move)
+            why = "" if there else would_drop(h, situation, move.info.attempt, move.tier, scheme=_scheme(session, move))
             found.append(replace(move, dropped=why))
     return found
+
+
+def _scheme(session: Session, move: _Move) -> str:
+    """How the copy would be quantised; empty: not at all. Where the manifest can't be read the configuration is all that is known."""
+    if move.tier.quantise is None or move.exact:
+        return ""
+    try:
+        facts = session.run(open_replica(session.tiers, move.info, run=session.run)).manifest.facts
+    except TierStoreError:
+        facts = {}
+    return quantising(move.tier, facts).scheme
 
 
 def _ask(cli: Cli, kind: Kind, moves: Sequence[_Move]) -> None:
