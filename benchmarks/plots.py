@@ -16,7 +16,8 @@ from measure import Row, Table
 from run import LATEST, tables_of
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
-_OURS, _PEER, _LIMIT = "#0b6e4f", "#8d99ae", "#d9a441"
+_OURS, _LOSSY, _PEER, _LIMIT = "#0b6e4f", "#7fbfa5", "#8d99ae", "#d9a441"
+_KINDS = {_OURS: "tierstore", _LOSSY: "tierstore, with a loss", _PEER: "peers", _LIMIT: "limits"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,30 +87,33 @@ def draw(picture: Picture, table: Table, folder: Path) -> None:
 
     plt.rcParams.update({"font.size": 11, "svg.hashsalt": "tierstore", "svg.fonttype": "none", "font.family": "DejaVu Sans"})
     rows = sorted(table.measured(), key=lambda row: row.median, reverse=True)
-    figure, axes = plt.subplots(figsize=(9.5, 1.4 + 0.36 * len(rows)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9.5, 1.5 + 0.34 * len(rows)), layout="constrained")
     medians = [row.median for row in rows]
     spread = [[m - min(row.values) for m, row in zip(medians, rows, strict=True)], [max(r.values) - r.median for r in rows]]
     axes.barh(
-        range(len(rows)), medians, xerr=spread, color=[_color(row) for row in rows], height=0.68, error_kw={"ecolor": "#333333", "lw": 1}
+        range(len(rows)), medians, xerr=spread, color=[_color(row) for row in rows], height=0.7, error_kw={"ecolor": "#333333", "lw": 1}
     )
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    axes.tick_params(axis="y", length=0)
     widest = max(max(row.values) for row in rows)
     for at, row in enumerate(rows):
         beside = max(row.values) * 1.06 if picture.log else max(row.values) + widest * 0.012
-        axes.text(beside, at, f"{row.median:.3g}{picture.suffix}", va="center", fontsize=10)
+        axes.text(beside, at, f"{_figure(row.median)}{picture.suffix}", va="center", fontsize=10)
     if picture.log:
         axes.set_xscale("log")
         axes.set_xlim(min(min(row.values) for row in rows) / 2, widest * 3)
     else:
         axes.set_xlim(0, widest * 1.12)
+    axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.set_xlabel(picture.unit)
-    axes.set_title(picture.title, loc="left", fontweight="bold")
+    figure.suptitle(picture.title, x=0.008, ha="left", fontweight="bold")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     kinds = {_color(row) for row in rows}
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in (_OURS, _PEER, _LIMIT) if color in kinds]
-    names = [name for color, name in ((_OURS, "tierstore"), (_PEER, "peers"), (_LIMIT, "limits")) if color in kinds]
-    axes.legend(handles, names, loc="upper right", frameon=False, fontsize=10)
+    shown = {color: name for color, name in _KINDS.items() if color in kinds}
+    if len(shown) > 1:  # below, for it covers figures where the bars are of one length
+        handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in shown]
+        figure.legend(handles, list(shown.values()), loc="outside lower right", ncols=len(shown), frameon=False, fontsize=10)
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / f"bench-{picture.name}.png", dpi=110, metadata={"Software": ""})
     figure.savefig(folder / f"bench-{picture.name}.svg", metadata={"Date": None})
@@ -129,7 +133,14 @@ def draw_all(document: dict[str, Any], folder: Path, draw_one: Callable[[Picture
 
 
 def _color(row: Row) -> str:
-    return {"ours": _OURS, "limit": _LIMIT}.get(row.kind, _PEER)
+    if row.kind == "ours":
+        return _LOSSY if row.note.startswith("loses") else _OURS
+    return _LIMIT if row.kind == "limit" else _PEER
+
+
+def _figure(value: float) -> str:
+    """Three digits, also where the last ones are zeros."""
+    return f"{value:#.3g}".rstrip(".")
 
 
 def main() -> None:
