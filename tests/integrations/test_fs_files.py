@@ -674,7 +674,7 @@ def test_many_threads_read_and_write_at_once(fs: TierFileSystem, folder: str) ->
     assert len(fs.find(folder)) == 30
 
 
-def in_child(work: Callable[[], bool], within_s: float = 30.0) -> int:
+def in_child(work: Callable[[], bool], within_s: float = 100.0) -> int:
     """The exit status of a forked child: 0 where `work` says so."""
     pid = os.fork()
     if pid == 0:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from folder_kit import files_below
 from tiers_kit import SteppedClock
 
 from tierstore.config_models import StoreConfig
@@ -200,7 +201,7 @@ def test_a_small_memory_tier_never_fills_up(tmp_path: Path) -> None:
 
 def _nbytes_below(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*.safetensors"):
+    for path in files_below(folder, "*.safetensors"):
         try:
             total += path.stat().st_size
         except FileNotFoundError:

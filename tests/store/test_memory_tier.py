@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from folder_kit import files_below
 
 import tierstore
 from tierstore.errors import NotFoundError, TierFullError
@@ -78,13 +79,13 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def shards(tmp_path: Path, tier: str = "memory") -> list[Path]:
-    return sorted((tmp_path / tier).rglob("shard-*"))
+    return files_below(tmp_path / tier, "shard-*")
 
 
 def settle(store: tierstore.Store, tmp_path: Path) -> None:
     """Until all is everywhere, and the memory tier has dropped what it does not keep."""
     store.sync()
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while len(shards(tmp_path)) > 1 and time.monotonic() < end:
         store._worker._call(lambda engine: engine.tending.nudge())
         time.sleep(0.01)

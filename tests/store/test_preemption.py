@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -156,7 +157,8 @@ def test_a_tier_that_hangs_does_not_hold_the_process_past_the_deadline(tmp_path:
     assert said[-3]["saved"]
     assert steps_in(tmp_path) == [last]
     errors = process.errors.read_text()
-    assert f"the deadline of 5 s is over: run 'job': not done in the time that was left: far: steps {last}" in errors
+    told = rf"the deadline of 5 s is over: run 'job': not done in the time that was left: (.*; )?far: steps {last}"
+    assert re.search(told, errors), errors  # a busy machine may have left more
     assert "tierstore sync" in errors
 
 

@@ -53,7 +53,7 @@ class Hook:
     async def __call__(self, operation: str, path: str) -> None:
         if self.matches(operation, path) and not self.open.is_set():
             self.reached.set()
-            await asyncio.to_thread(self.open.wait, 60)
+            await asyncio.to_thread(self.open.wait, 120)
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def opened(root: Path, *, clock: SteppedClock | None = None, **config: Any) -> t
 def saved(root: Path, *steps: int, **config: Any) -> Iterator[tierstore.Store]:
     with opened(root, **config) as store:
         for step in steps or (1,):
-            store.save(step, STATE).wait("durable", 30)
+            store.save(step, STATE).wait("durable", 60)
         store.sync(30)
         yield store
 
@@ -93,7 +93,7 @@ def leases(root: Path) -> list[Path]:
 
 
 def eventually(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, f"never: {what}"
         time.sleep(0.01)
@@ -118,7 +118,7 @@ def test_a_load_waits_neither_for_its_lease_nor_for_the_look_at_the_log(tmp_path
         assert info is not None
         hooks["shared"].matches = lambda operation, path: ".leases" in path or info.attempt.log_folder in path
         assert torch.equal(store.load()["w"], STATE["w"])
-        assert hooks["shared"].reached.wait(20)
+        assert hooks["shared"].reached.wait(60)
         hooks["shared"].open.set()
         eventually(lambda: leases(tmp_path) == [], "it is ended")
 
@@ -139,7 +139,7 @@ def test_a_load_that_fails_says_that_the_checkpoint_was_deleted_and_not_that_it_
 
         thread = threading.Thread(target=load)
         thread.start()
-        assert hooks["shared"].reached.wait(20)
+        assert hooks["shared"].reached.wait(60)
         assert outcome == [], "nothing is said before the log was asked"
         hooks["shared"].open.set()
         thread.join(30)
@@ -190,7 +190,7 @@ def test_a_collector_waits_for_an_open_checkpoint_however_long_nobody_reads(tmp_
         eventually(lambda: len(leases(tmp_path)) == 1, "it is held")
         for step in (2, 3):
             clock.advance(100)  # less than what the lease waits between two beats
-            store.save(step, STATE).wait("durable", 30)
+            store.save(step, STATE).wait("durable", 60)
         before = _last_round(store)
         eventually(lambda: bool(clock.advance(1)) or _last_round(store) > before, "a round of housekeeping")
         assert torch.equal(checkpoint["w"][100:200], STATE["w"][100:200])
@@ -241,15 +241,15 @@ def test_the_checkpoint_that_a_run_resumed_from_stays_until_a_newer_one_is_durab
         far = hooks["far"]
         far.matches = lambda operation, path: operation == "write" and f"step-{3:010d}" in path
         ticket = store.save(3, STATE)
-        ticket.wait("committed", 30)
-        assert far.reached.wait(20)
+        ticket.wait("committed", 60)
+        assert far.reached.wait(60)
         engine = store._worker._engine
         assert engine is not None
         assert engine.protected()[source].kind == "resumed-from"
         eventually(lambda: bool(clock.advance(3600)) or _steps(tmp_path) == [2, 3], "what no rule keeps goes; the source stays")
         assert not ticket.done("durable")
         far.open.set()
-        ticket.wait("durable", 30)
+        ticket.wait("durable", 60)
         eventually(lambda: source not in engine.protected(), "it is no source any more")
         eventually(lambda: bool(clock.advance(3600)) or _steps(tmp_path) == [3], "then it goes too")
 
@@ -258,14 +258,14 @@ def test_a_resume_keeps_its_lease_until_a_save_that_began_after_it_is_durable(tm
     with saved(tmp_path) as store:
         hooks["far"].matches = lambda operation, path: operation == "write" and f"step-{2:010d}" in path
         before = store.save(2, STATE)  # it is on its way when the run resumes, and says nothing of what comes after that
-        before.wait("committed", 30)
+        before.wait("committed", 60)
         store.resume()
         eventually(lambda: len(leases(tmp_path)) == 1, "held")
         hooks["far"].open.set()
-        before.wait("durable", 30)
+        before.wait("durable", 60)
         store.status()  # what the callbacks of that had to do is done
         assert len(leases(tmp_path)) == 1
-        store.save(3, STATE).wait("durable", 30)
+        store.save(3, STATE).wait("durable", 60)
         eventually(lambda: leases(tmp_path) == [], "let go")
 
 
@@ -288,7 +288,7 @@ def test_a_door_that_loads_by_itself_holds_what_it_goes_on_from_like_resume(tmp_
         assert found is not None
         assert found == store.latest()
         eventually(lambda: len(leases(tmp_path)) == 1, "held")
-        store.save(3, STATE).wait("durable", 30)
+        store.save(3, STATE).wait("durable", 60)
         eventually(lambda: leases(tmp_path) == [], "let go")
 
 

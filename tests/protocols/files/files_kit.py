@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from folder_kit import files_below
 from fork_kit import run_forked
 
 from tierstore.clock import Clock
@@ -83,7 +84,7 @@ def content(session: Session, files: Files, path: str) -> bytes | None:
 def stored(folder: Path, suffix: str = "") -> list[str]:
     """The files of a tier below ``.files`` by their paths, without versions: ``a/b.txt@.data``."""
     root = folder / ".files"
-    names = [str(p.relative_to(root)) for p in sorted(root.rglob("*")) if p.is_file()]
+    names = [str(p.relative_to(root)) for p in files_below(root)]
     short = [re.sub(r"/\d{10,15}(-[0-9A-Z]{26})?(-\d+)?(\.\w+)$", r"\3", name) for name in names]
     return [name for name in short if name.endswith(suffix)]
 
