@@ -1,7 +1,7 @@
 # make demo    the main job on a small scale: train, save through three tiers, kill, resume, load from S3 alone
 # make test    everything that the tests need, servers included, then all tests
 # make check   linter, formatter, types
-# make bench   the benchmarks, against the peers: about 25 minutes; ARGS=--short: some; ARGS="--only save,load"
+# make bench   the benchmarks, against the peers: 45 minutes at most; ARGS=--short: some; ARGS="--only save,load"
 # make reference    docs/reference/api.md, from the docstrings
 #
 # Needs Python 3.10 or newer and make. Set PYTHON to choose the interpreter, VENV for the environment's place.

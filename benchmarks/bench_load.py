@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from common import contest_arguments, flattened, scratch, training_state
+from fitting import affordable, probe
 from measure import Table, timed
 from memory import make_cold, make_warm, settle, warm_memory
 from peers import distributed, files, limits, ours
@@ -23,8 +24,8 @@ _BASE = f"{limits.RAW}, 4 threads"
 _FIRST = (limits.RAW, "tierstore", "torch.load", "safetensors load_file, touched", "fastsafetensors", "DCP HuggingFace")
 """Whose names begin so have their turns first: limits, those that targets are about, and the best peers as a rule."""
 
-_COLD_PART = 0.7
-"""Of the time; from the page cache there are fewer, and nobody has to warm up again."""
+_COLD_PART, _TWO_TURNS = 0.7, 60
+"""Of the time; from the page cache there are fewer, and nobody has to warm up again. Two turns of all, as in `bench_save`."""
 
 
 def run(
@@ -35,7 +36,7 @@ def run(
     peers: Sequence[Peer] = PEERS,
     until: float | None = None,
 ) -> list[Table]:
-    state = flattened(training_state(nbytes))
+    state = flattened(training_state(affordable("load", nbytes, directory, until, _TWO_TURNS, speed=probe)))
     nbytes = sum(t.nbytes for t in state.values())
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     cold = Table("Load from the local disk, cold, until every byte is in memory", nbytes, _BASE, key="load.cold")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from common import change, contest_arguments, flattened, scratch, training_state
-from fitting import affordable
+from fitting import affordable, probe
 from measure import Table, fact, timed
 from memory import fresh_memory, touch
 from peers import distributed, files, limits, ours
@@ -45,12 +45,12 @@ FRESH = [
 _FIRST = (limits.RAW, "DCP async_save, thread")
 """Whose names begin so have their turns first, and tierstore on the disk alone: limits, and who is the best peer as a rule."""
 
-_WARM_PART, _TWO_TURNS = 0.6, 85
-"""Of the time, what warm memory gets: it has twice as many contenders. Two turns of all, in terms of `probe`, as in `bench_save`."""
+_WARM_PART, _TWO_TURNS = 0.6, 65
+"""Of the time, what warm memory gets: it has twice as many contenders. Two turns of all, as in `bench_save`."""
 
 
 def run(nbytes: int, repeat: int, directory: Path | None, without: Mapping[str, str], until: float | None = None) -> list[Table]:
-    state = training_state(affordable(nbytes, directory, until, _TWO_TURNS))
+    state = training_state(affordable("persist", nbytes, directory, until, _TWO_TURNS, speed=probe))
     flat = flattened(state)
     nbytes = sum(t.nbytes for t in flat.values())
     tables: list[Table] = []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from common import change, contest_arguments, flattened, scratch, training_state
-from fitting import affordable
+from fitting import affordable, probe
 from measure import Table, fact, timed
 from memory import fresh_memory
 from peers import distributed, files, ours
@@ -32,12 +32,12 @@ PEERS = [
 _FIRST = (ours.OURS, "DCP async_save, thread")
 """Whose names begin so have their turns first; `torch.save` is in a target, too, but so slow that two turns say it."""
 
-_TWO_TURNS = 55
-"""How many times as long two turns of all took as `probe` did for the same bytes, on the machine of docs/performance.md."""
+_TWO_TURNS = 25
+"""How many times what `probe` takes for as many bytes two turns of all took, in a slow hour of the machine of docs/performance.md."""
 
 
 def run(nbytes: int, repeat: int, directory: Path | None, without: Mapping[str, str], until: float | None = None) -> list[Table]:
-    state = training_state(affordable(nbytes, directory, until, _TWO_TURNS))
+    state = training_state(affordable("save", nbytes, directory, until, _TWO_TURNS, speed=probe))
     flat = flattened(state)
     nbytes = sum(t.nbytes for t in flat.values())
     stall = Table("Stall: how long the call to save takes, second and later saves", nbytes, MEMCPY, key="save.stall")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
 import fitting
 import pytest
@@ -111,13 +112,28 @@ def test_a_state_is_halved_until_two_turns_fit_into_the_time(monkeypatch: pytest
     told: list[str] = []
     monkeypatch.setattr(fitting, "fact", lambda name, value: told.append(name))
     monkeypatch.setattr(fitting.time, "monotonic", lambda: 0.0)
-    size = 2 << 30
-    assert fitting.affordable(size, None, 400.0, 50, seconds=1.0) == size  # 8 probes' worth of bytes, 50 times a second each
-    assert not told
-    assert fitting.affordable(size, None, 399.0, 50, seconds=1.0) == size // 2
-    assert told == ["state of 1GiB in place of 2GiB"]
-    assert fitting.affordable(size, None, None, 50, seconds=99.0) == size
-    assert fitting.affordable(size, None, -5.0, 50, seconds=1.0) == 64 << 20
+    size, second = 2 << 30, 3 * 2**28
+    speed = fitting.Speed(copy=second, write=second, hash=second)  # a second for 256 MiB
+
+    def fitted(until: float | None) -> int:
+        return fitting.affordable("save", size, None, until, 50, speed=lambda directory: speed)
+
+    assert fitted(400.0) == size  # eight times 256 MiB, 50 seconds each
+    assert told == ["save: machine at its start"]
+    assert fitted(399.0) == size // 2
+    assert told[-1] == "save: size"
+    assert fitted(None) == size
+    assert fitted(-5.0) == 64 << 20
+
+
+def test_the_machine_is_looked_at_in_three_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "_PROBE", 1 << 20)
+    try:
+        found = fitting.probe(tmp_path)
+    except OSError as error:
+        pytest.skip(f"the temporary folder's file system has no O_DIRECT: {error}")
+    assert min(found.copy, found.write, found.hash) > 0
+    assert "SHA-256 by one thread" in str(found)
 
 
 def test_the_clock_of_turns_is_monotonic_time_unless_told() -> None:
