@@ -134,12 +134,30 @@ def test_a_foreign_checkpoint_goes_straight_into_another_format(tmp_path: Path) 
     assert_tensors(hf_tensors(tmp_path / "cast"), {name: value.half() for name, value in MODEL.items()})
 
 
+SLOWLY = """
+import asyncio, sys
+from tierstore.__main__ import main
+from tierstore.state.export.source import WindowSource
+
+read = WindowSource.read
+
+async def slow(self, offset, nbytes):
+    await asyncio.sleep(0.5)
+    return await read(self, offset, nbytes)
+
+WindowSource.read = slow
+sys.argv[0] = "tierstore"
+main()
+"""
+"""The command line; an export of 16 files takes 8 s, so that a Ctrl-C comes into the middle of it however late it is sent."""
+
+
 def test_ctrl_c_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
     with stored(tmp_path, {f"w{i}": torch.rand(4 << 20) for i in range(16)}):
         pass
     to = tmp_path / "hf"
     options = ["--tier", str(tmp_path / "tier"), "--run", "r", "--max-shard-size", "16MB"]
-    command = [sys.executable, "-m", "tierstore", "export", "@1", str(to), *options]
+    command = [sys.executable, "-c", SLOWLY, "export", "@1", str(to), *options]
     default = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # it is ignored where the tests run in a shell's background
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=default)
     deadline = time.monotonic() + 60
