@@ -42,7 +42,7 @@ def run(nbytes: int, repeat: int, directory: Path | None, without: Mapping[str, 
     nbytes = sum(t.nbytes for t in flat.values())
     stall = Table("Stall: how long the call to save takes, second and later saves", nbytes, MEMCPY, key="save.stall")
     total = Table("From the call until the bytes are synced on the disk", nbytes, ours.OURS, key="save.durable")
-    extra = Table("Memory of the process beyond what it had before the save, peak", 0, ours.OURS, key="save.extra", unit="MiB")
+    extra = Table("Memory of the process beyond what it had before the save, peak", 0, "", key="save.extra", unit="MiB")
     buffer = torch.zeros(nbytes, dtype=torch.uint8)
     memcpy(flat, buffer)
     fact("state", f"{len(flat)} tensors, {format_size(nbytes)}; {torch.get_num_threads()} torch threads, {os.cpu_count()} cores")

@@ -62,7 +62,7 @@ class Table:
     Args:
         title: What is measured.
         nbytes: The bytes that are moved, for the speed; 0: none.
-        base: The row that ratios are relative to.
+        base: The row that ratios are relative to; empty: none, where they would say nothing.
         key: Its name in the results; made from the title where left out.
         unit: Of the values: `s`, or what is counted.
     """
@@ -110,7 +110,8 @@ class Table:
         """The table, at most 100 columns wide."""
         turns = max((len(row.values) for row in self.rows.values()), default=0)
         size = f"{format_size(self.nbytes)}; " if self.nbytes else ""
-        lines = textwrap.wrap(f"{self.title} ({size}median of {turns}, relative to {self.base!r})", COLUMNS)
+        relative = f", relative to {self.base!r}" if self.base else ""
+        lines = textwrap.wrap(f"{self.title} ({size}median of {turns}{relative})", COLUMNS)
         for row in self.measured():
             ratio = self.ratio(row.name)
             figures = f"{row.median:9.3f} {self.unit}"

@@ -25,6 +25,9 @@ from tierstore.units import format_size
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 _SECTION = re.compile(r"(?P<head><!-- bench: (?P<what>[\w .-]+) -->\n)(?P<body>.*?)(?P<end><!-- /bench -->)", re.DOTALL)
+_LONG = 40
+"""Lines; longer outputs are folded."""
+
 _NOISE = re.compile(r"\[(WARNING|INFO)\]|Traceback| - INFO - ")
 
 
@@ -47,7 +50,7 @@ def section(what: str, document: dict[str, Any]) -> str:
     if kind == "peers":
         return _peers(tables_of(document))
     if kind == "output":
-        return _output(document["suites"].get(name))
+        return _output(name, document["suites"].get(name))
     if kind == "picture":
         title = next(picture.title for picture in PICTURES if picture.name == name)
         if not (PAGE.parent / "images" / f"bench-{name}.png").exists():
@@ -60,29 +63,32 @@ def section(what: str, document: dict[str, Any]) -> str:
 
 
 def _table(table: Table) -> str:
+    """A row for each contender; without a speed, a ratio or a spread where there is none."""
     speed = table.unit == "s" and table.nbytes > 0
-    size = f"{format_size(table.nbytes)}, " if table.nbytes else ""
-    head = [
-        "",
-        f"median{f', {table.unit}' if table.unit else ''}",
-        *(["GB/s"] if speed else []),
-        "relative",
-        "fastest to slowest",
-        "turns",
-        "",
-    ]
-    lines = [f"{table.title} ({size}relative to {table.base})", "", _line(head), _line(["---"] * len(head))]
-    return "\n".join([*lines, *(_line(_cells(table, row, speed=speed)) for row in table.measured())])
+    several = any(len(row.values) > 1 for row in table.measured())
+    median = ", ".join(word for word in ("median" if several else "", table.unit) if word)
+    more = [*(["GB/s"] if speed else []), *(["relative"] if table.base else []), *(["fastest to slowest", "turns"] if several else [])]
+    head = ["", median, *more, ""]
+    told = ", ".join(word for word in (format_size(table.nbytes) if table.nbytes else "", _relative(table)) if word)
+    lines = [f"{table.title} ({told})" if told else table.title, "", _line(head), _line(["---"] * len(head))]
+    return "\n".join([*lines, *(_line(_cells(table, row, speed=speed, several=several)) for row in table.measured())])
 
 
-def _cells(table: Table, row: Row, *, speed: bool) -> list[str]:
+def _relative(table: Table) -> str:
+    return f"relative to {table.base}" if table.base else ""
+
+
+def _cells(table: Table, row: Row, *, speed: bool, several: bool) -> list[str]:
     ratio = table.ratio(row.name)
     name = f"**{row.name}**" if row.kind == "ours" else f"*{row.name}*" if row.kind == "limit" else row.name
     cells = [name, _number(row.median)]
     if speed:
         cells.append(f"{table.nbytes / row.median / 1e9:.2f}")
-    spread = f"{_number(min(row.values))} to {_number(max(row.values))}"
-    return [*cells, "-" if ratio is None else f"{ratio:.2f}", spread, str(len(row.values)), row.note]
+    if table.base:
+        cells.append("-" if ratio is None else f"{ratio:.2f}")
+    if several:
+        cells += [f"{_number(min(row.values))} to {_number(max(row.values))}", str(len(row.values))]
+    return [*cells, row.note]
 
 
 def _number(value: float) -> str:
@@ -134,21 +140,27 @@ def _differences(there: dict[str, Any], here: dict[str, Any]) -> str:
 
 
 def _peers(tables: Iterable[Table]) -> str:
-    """Who was not measured, once each, with the reason of the first table."""
+    """Who was not measured, once each, with the reason of the first table; of whom others have figures, where they lack."""
+    every = list(tables)
+    measured = {row.name for table in every for row in table.measured()}
     reasons: dict[str, str] = {}
-    for table in tables:
+    for table in every:
         for name, reason in table.failed.items():
-            reasons.setdefault(name, reason)
+            reasons.setdefault(f"{name}: {table.title}" if name in measured else name, reason)
     if not reasons:
         return "All peers were measured."
     return "\n".join([_line(["not measured", "reason"]), _line(["---", "---"]), *(_line([n, f"`{r}`"]) for n, r in reasons.items())])
 
 
-def _output(suite: dict[str, Any] | None) -> str:
+def _output(name: str, suite: dict[str, Any] | None) -> str:
+    """What a suite printed; folded where it is long."""
     if suite is None:
-        return "Not run."
+        return f'Not run on the machine of this page: `make bench ARGS="--only {name} --merge"` does it.'
     lines = [line for line in suite["output"] if not _NOISE.search(line)]
-    return "\n".join(["```text", *lines, "```"]).replace("```text\n\n", "```text\n")
+    text = "\n".join(["```text", *lines, "```"]).replace("```text\n\n", "```text\n")
+    if len(lines) <= _LONG:
+        return text
+    return f"<details><summary>What the suite {name} printed, {len(lines)} lines</summary>\n\n{text}\n\n</details>"
 
 
 def main() -> int:

@@ -179,7 +179,7 @@ def main() -> int:
     directory = args.directory or CACHE
     directory.mkdir(parents=True, exist_ok=True)
     revision, here = _revision(), machine(directory)
-    document = _begin(output if args.merge else None, bool(args.short), revision, here)
+    document = _begin(output if args.merge else None, [suite.name for suite in chosen], bool(args.short), revision, here)
     began = time.monotonic()
     for suite in chosen:
         left = limit_s - (time.monotonic() - began)
@@ -215,12 +215,21 @@ def share_of(suite: Suite, chosen: Sequence[Suite], limit_s: float) -> float:
     return suite.limit_s * scale if suite.planned else suite.limit_s
 
 
-def _begin(merged: Path | None, short: bool, revision: str, here: dict[str, Any]) -> dict[str, Any]:
-    """What results begin with; suites that others are merged into keep when, of what and on which machine they were measured."""
-    if merged is not None and merged.exists():
-        found: dict[str, Any] = json.loads(merged.read_text(encoding="utf-8"))
+def _begin(merged: Path | None, chosen: Sequence[str], short: bool, revision: str, here: dict[str, Any]) -> dict[str, Any]:
+    """What results begin with; suites that others are merged into keep when, of what and on which machine they were measured.
+
+    The head is this run's where it measures at least as many suites as were measured before and are kept.
+    """
+    head = {"version": 1, "at": now(), "revision": revision, "short": short, "machine": here, "suites": {}, "targets": []}
+    if merged is None or not merged.exists():
+        return head
+    found: dict[str, Any] = json.loads(merged.read_text(encoding="utf-8"))
+    if len(chosen) < len(set(found["suites"]) - set(chosen)):
         return found
-    return {"version": 1, "at": now(), "revision": revision, "short": short, "machine": here, "suites": {}, "targets": []}
+    for suite in found["suites"].values():
+        suite["revision"] = suite.get("revision") or found["revision"]
+        suite["machine"] = suite.get("machine") or found["machine"]
+    return {**head, "suites": found["suites"]}
 
 
 def _revision() -> str:

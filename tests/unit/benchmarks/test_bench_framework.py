@@ -199,7 +199,8 @@ def test_every_picture_of_the_page_is_there() -> None:
 
 
 def test_a_section_is_written_from_the_results() -> None:
-    document = {"suites": {"s": {"tables": [table_of("k", a=[1.0], b=[2.0]).as_json()], "facts": {}, "output": ["said"]}}, "targets": []}
+    table = table_of("k", a=[1.0, 1.0], b=[2.0])
+    document = {"suites": {"s": {"tables": [table.as_json()], "facts": {}, "output": ["said"]}}, "targets": []}
     written = page.filled("x\n<!-- bench: table k -->\nold\n<!-- /bench -->\ny", document)
     assert "| b | 2.000 | 0.50 | 2.00 | 2.000 to 2.000 | 1 |" in written
     assert "old" not in written
@@ -207,3 +208,42 @@ def test_a_section_is_written_from_the_results() -> None:
     assert "said" in page.section("output s", document)
     with pytest.raises(ValueError, match="no section"):
         page.section("weather", document)
+
+
+def test_the_page_leaves_out_columns_that_would_say_nothing() -> None:
+    once = table_of("k", base="", unit="B", a=[1.0], b=[2.0]).as_json()
+    document = {"suites": {"s": {"tables": [once], "facts": {}, "output": []}}, "targets": []}
+    assert page.section("table k", document).splitlines() == [
+        "Title (954MiB)",
+        "",
+        "|  | B |  |",
+        "| --- | --- | --- |",
+        "| a | 1.000 |  |",
+        "| b | 2.000 |  |",
+    ]
+
+
+def test_the_page_folds_what_is_long_and_says_how_to_measure_what_was_not() -> None:
+    document = {"suites": {"s": {"tables": [], "facts": {}, "output": [f"line {n}" for n in range(50)]}}, "targets": []}
+    assert page.section("output s", document).startswith("<details><summary>What the suite s printed, 50 lines</summary>")
+    assert '--only scale --merge"' in page.section("output scale", document)
+
+
+def test_who_has_figures_elsewhere_is_listed_with_the_table_that_it_lacks_in() -> None:
+    first, second = table_of("a", a=[1.0], b=[1.0]), table_of("b", a=[1.0])
+    second.fail("b", "no time")
+    second.fail("c", "not there")
+    document = {"suites": {"s": {"tables": [first.as_json(), second.as_json()], "facts": {}}}, "targets": []}
+    assert "| b: Title | `no time` |" in page.section("peers", document)
+    assert "| c | `not there` |" in page.section("peers", document)
+
+
+def test_a_run_of_most_suites_is_the_head_of_what_it_is_merged_into_and_others_keep_theirs(tmp_path: Path) -> None:
+    path = tmp_path / "latest.json"
+    suites = {"a": {"revision": "new"}, "b": {}, "c": {}}
+    path.write_text(json.dumps({"revision": "old", "machine": {"cores": 1}, "at": "then", "suites": suites}))
+    assert run._begin(path, ["a"], False, "now", {})["revision"] == "old"
+    merged = run._begin(path, ["a", "b"], False, "now", {"cores": 2})
+    assert (merged["revision"], merged["machine"]) == ("now", {"cores": 2})
+    assert merged["suites"]["c"] == {"revision": "old", "machine": {"cores": 1}}
+    assert merged["suites"]["a"]["revision"] == "new"
