@@ -14,8 +14,12 @@ from pathlib import Path
 
 import pytest
 from cli_kit import Shell, make_store, save_again, shell_on
+from store_kit import unsynced
+from tiers_kit import failing
 
 from tierstore.config import load_config
+from tierstore.errors import TemporaryError
+from tierstore.storage.contract import Storage
 from tierstore.storage.temporaries import this_process
 from tierstore.tiers.catalog import scan
 from tierstore.tiers.leases import hold_lease
@@ -87,6 +91,36 @@ def test_without_a_policy_nothing_is_planned_and_gc_decides_nothing(shell: Shell
     assert shell("gc", "-y").exit_code == 0
     assert {name for name in before if "/step-" in name} <= {*shell.files()}
     assert "nothing is ever deleted" in shell("explain", "@10500").stdout
+
+
+def test_gc_names_the_tiers_that_it_did_not_see(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all that is left lies on a tier that is down, that there is nothing to free would not be true."""
+    assert shell("prune", "-y").exit_code == 0
+    with monkeypatch.context() as patch:
+        down = failing(TemporaryError("endpoint down", hint="start it"))
+        patch.setattr("tierstore.tiers.opening.open_storage", lambda uri, *_a, **_k: (down if "object" in uri else same)(unsynced(uri)))
+        for _ in range(3):
+            shell("gc", "--now", "-y")
+        last = shell("gc", "--now", "-y")
+        assert "freed:" not in last.stdout
+        assert "not seen  object: endpoint down; what is to go there is freed by a later gc" in " ".join(last.stdout.splitlines())
+        assert shell.of_type("gc", "gc", "-n")[0]["unseen"] == {"object": "endpoint down"}
+    assert "object" in {freed["tier"] for freed in shell.of_type("freed", "gc", "--now", "-y")}
+    assert "not seen" not in shell("gc", "-y").stdout
+
+
+def test_gc_of_a_run_without_anything_to_free_says_so_only_of_the_tiers_that_it_saw(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = shell.folder / "all.yaml"
+    keep.write_text("keep: [{last: 100}]\n")
+    shell("gc", "-y", "--policy", keep)  # the attempt that broke
+    assert shell("gc", "-y", "--policy", keep).stderr.endswith("run llama: nothing to free\n")
+    down = failing(TemporaryError("endpoint down", hint="start it"))
+    monkeypatch.setattr("tierstore.tiers.opening.open_storage", lambda uri, *_a, **_k: (down if "object" in uri else same)(unsynced(uri)))
+    assert "run llama: nothing to free on the tiers that were reached\n" in shell("gc", "-y", "--policy", keep).stderr
+
+
+def same(storage: Storage) -> Storage:
+    return storage
 
 
 def test_a_dry_run_of_gc_names_the_leftovers_of_dead_processes(shell: Shell) -> None:

@@ -120,13 +120,14 @@ def _tell(cli: Cli, h: Housekeeping, report: CollectReport, *, table: bool = Tru
             "leftovers": {tier: list(names) for tier, names in report.leftovers.items()},
             "foreign": list(report.foreign),
             "log_copies": report.log_copies,
+            "unseen": dict(report.unseen),
             "dry_run": report.dry_run,
         }
     )
     _show_freed(cli, report, "would go" if report.dry_run else "freed", table=table)
     _show_rest(cli, h, report)
     if not (report.freed or report.waiting or report.failed):
-        cli.terminal.say(f"run {h.run}: nothing to free")
+        cli.terminal.say(f"run {h.run}: nothing to free{' on the tiers that were reached' if report.unseen else ''}")
     if report.failed:
         _raise_failed(report)
 
@@ -154,6 +155,9 @@ def _show_rest(cli: Cli, h: Housekeeping, report: CollectReport) -> None:
     word = "would be removed" if report.dry_run else "removed"
     for tier, names in report.leftovers.items():
         cli.terminal.show(f"{plural(len(names), 'temporary')} or unfinished uploads of dead processes {word} on {tier}")
+    for tier, why in report.unseen.items():
+        told = f"{tier}: {why}; what is to go there is freed by a later gc"
+        cli.terminal.show(wrapped(Text.assemble(("not seen  ", "bold red"), told)))
     if report.foreign:
         cli.terminal.show(Text.assemble(("left alone, not ours: ", "yellow"), format_some(report.foreign, 8)))
 

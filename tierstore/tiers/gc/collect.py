@@ -147,6 +147,7 @@ async def _collect(
         foreign=tuple(work.foreign),
         log_copies=logs.records,
         log_copies_left=logs.left,
+        unseen={tier: error.message for tier, error in situation.catalog.unreachable.items()},
         dry_run=dry_run,
     )
 

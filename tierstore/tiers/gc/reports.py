@@ -63,6 +63,7 @@ class CollectReport:
         foreign: Files that lie in folders which should be empty, and are not ours to delete: ``tier:path``.
         log_copies: How many records were copied beside replicas that lacked them (in a dry run: would be).
         log_copies_left: How many replicas were left for the next round, as one round does only so many.
+        unseen: Tiers that could not be reached, and why: what is to go there is left for the next run, and is in none of these numbers.
         dry_run: Nothing was done.
     """
 
@@ -74,6 +75,7 @@ class CollectReport:
     foreign: tuple[str, ...] = ()
     log_copies: int = 0
     log_copies_left: int = 0
+    unseen: Mapping[str, str] = field(default_factory=dict)
     dry_run: bool = False
 
     @property
