@@ -115,6 +115,21 @@ def test_the_configuration_says_it_for_both_and_an_argument_wins(tmp_path: Path,
         TierStorageReader(config(tmp_path), fill=[{"match": "("}])
 
 
+def test_what_is_left_out_is_not_copied_before_an_asynchronous_save(tmp_path: Path) -> None:
+    truth = {"model": [torch.randn(500, 40).bfloat16(), {"b": torch.ones(2)}], "master": torch.randn(500, 40)}
+    writer = TierStorageWriter(config(tmp_path), omit=["model.0"])
+    staged = writer.stage(truth)
+    taken = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*staged["model"][:1], staged["master"])}
+    assert sum(taken.values()) < 500 * 40 * 4 + 100
+    assert staged["model"][0].shape == (500, 40)
+    assert_same_state(staged["model"][1], truth["model"][1])
+    dcp.async_save(truth, storage_writer=writer, checkpoint_id=1, no_dist=True).result()
+    writer.close()
+    into = {**blank(truth), "model": [torch.zeros(500, 40).bfloat16(), {"b": torch.zeros(2)}]}
+    found = load(tmp_path, into, fill=[{"match": "master", "to": "model.0"}])
+    assert torch.equal(found["model"][0], truth["master"].bfloat16())
+
+
 def test_what_nothing_fills_is_an_error_that_says_so_unless_the_planner_allows_it(tmp_path: Path) -> None:
     truth = trained()
     save(tmp_path, 1, truth, door="dcp", omit=OMIT)

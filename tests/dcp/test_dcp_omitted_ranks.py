@@ -40,7 +40,7 @@ def save(rank: int, world_size: int, folder: Path) -> Any:
     quiet()
     found: list[Any] = []
     writer = TierStorageWriter(config(folder), omit=["model.*"])
-    metadata = dcp.save(state(world_size, 0, rank), storage_writer=writer, checkpoint_id=1)
+    metadata = dcp.async_save(state(world_size, 0, rank), storage_writer=writer, checkpoint_id=1).result()
     found.append(sorted(metadata.state_dict_metadata))
     writer.close()
     with tierstore.open(config(folder)) as store:

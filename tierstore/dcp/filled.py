@@ -109,13 +109,15 @@ class Lacking:
             partial: The planner allows that something is missing; what is to be filled from another shape or kind is an error all the same.
         """
         wrong = {**({} if partial else self._missing), **self._misfits}
-        fills = f"{_FILL}; {_KEEP}" if not partial and self._missing else "correct the rules, or the state"
+        ways = [*self.filling.unused(), *((_FILL, _KEEP) if not partial and self._missing else ("correct the rules, or the state",))]
         self._missing, self._misfits = {}, {}
         if wrong:
             shown = "; ".join([format_some([f"{key} ({what})" for key, what in wrong.items()], 8), *self.filling.unused()[:8]])
             count = "1 tensor that is" if len(wrong) == 1 else f"{len(wrong):,} tensors that are"
             raise StateMismatchError(
-                f"the checkpoint lacks {count} asked for, and nothing fills: {shown}; nothing was changed", hint=fills, missing=tuple(wrong)
+                f"the checkpoint lacks {count} asked for, and nothing fills: {shown}; nothing was changed",
+                hint="; ".join(ways),
+                missing=tuple(wrong),
             )
 
     # ---- inside

@@ -26,6 +26,7 @@ from tierstore.dcp.differing import differing
 from tierstore.dcp.orders import Orders, check_opened, check_same, check_written, whole_plan, with_orders, without
 from tierstore.dcp.own import own_state
 from tierstore.dcp.place import Place, moved, place_of
+from tierstore.dcp.slim import slim
 from tierstore.dcp.stores import Key, WriterStore, close_stores, shared_store
 from tierstore.errors import DeadlineError, SaveError, TierStoreError, UsageError, reason_of
 from tierstore.format.objects import ObjectCodecs
@@ -146,7 +147,7 @@ class TierStorageWriter(StorageWriter, AsyncStager):
                 "with use_collectives=False the ranks can't agree on a save id: each would save a checkpoint of its own share alone",
                 hint="leave use_collectives=True; or save without dcp: tierstore.open(…, rank=…, world_size=…).save(step, state)",
             )
-        self._current.save = _Save(place=place, omit=checked_omit(place.config.save.omit or ()) if self._omit is None else self._omit)
+        self._current.save = _Save(place=place, omit=self._patterns(place))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Takes out what is left out on purpose; notes this rank's own items, before that and before duplicates are taken out."""
@@ -202,11 +203,13 @@ class TierStorageWriter(StorageWriter, AsyncStager):
         return False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copies the state into host memory that is this save's own; tensors that share memory still do. Safe to train on afterwards."""
+        """Copies the state into host memory that is this save's own, but for what is left out; tensors that share memory still do. Safe to
+        train on afterwards."""
         # Plain memory: what a container has of /dev/shm is often little. The process executor moves what it sends there itself.
         plain = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False)
         stager = DefaultStager(plain)  # one for each save: it would reuse its buffers
-        staged: Any = stager.stage(state_dict)
+        place = getattr(self._current, "place", None) or self._place
+        staged: Any = stager.stage(state_dict if place is None else slim(state_dict, self._patterns(place)))
         stager.close()
         return dict(staged)
 
@@ -223,6 +226,10 @@ class TierStorageWriter(StorageWriter, AsyncStager):
         close_stores(used)
 
     # ---- inside
+
+    def _patterns(self, place: Place) -> tuple[str, ...]:
+        """What this writer leaves out."""
+        return checked_omit(place.config.save.omit or ()) if self._omit is None else self._omit
 
     def _saving(self) -> _Save:
         save: _Save | None = getattr(self._current, "save", None)
