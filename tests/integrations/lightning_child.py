@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -54,13 +55,16 @@ class Sharded(Tiny):
 
 
 class Told(Callback):
-    """Tells of each step, through a pipe."""
+    """Tells of each step, through a pipe; at `last` it stands still, so that it is not through with training before it is killed."""
 
-    def __init__(self, pipe: Any) -> None:
+    def __init__(self, pipe: Any, last: int | None) -> None:
         self.pipe = pipe
+        self.last = last
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         self.pipe.send(trainer.global_step)
+        if trainer.global_step == self.last:
+            threading.Event().wait(120)
 
 
 def data() -> DataLoader[Any]:
@@ -85,14 +89,14 @@ def whole_state(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
     return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()}
 
 
-def fit_to_the_end(root: str, pipe: Any, steps: int, every: int) -> None:
+def fit_to_the_end(root: str, pipe: Any, steps: int, every: int, killed_at: int | None) -> None:
     """A training script: resumes from last where there is one, and tells its state at the end."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # the tests' own filters hold in the test's process
     folder = Path(root)
     checkpoint = ModelCheckpoint(dirpath=folder / "ckpt", save_last=True, every_n_train_steps=every)
     io = TierCheckpointIO([str(folder / "near"), str(folder / "far")], run="killed")
-    trainer = trainer_of(folder, plugins=[io], callbacks=[checkpoint, Told(pipe)], max_steps=steps, limit_val_batches=0)
+    trainer = trainer_of(folder, plugins=[io], callbacks=[checkpoint, Told(pipe, killed_at)], max_steps=steps, limit_val_batches=0)
     torch.manual_seed(3)
     trainer.fit(Tiny(), data(), ckpt_path="last")
     pipe.send(plain(whole_state(trainer)))

@@ -65,7 +65,7 @@ def folder(tmp_path: Path) -> Path:
 def fit_killed_at(root: Path, step: int | None, *, steps: int, every: int) -> dict[str, torch.Tensor]:
     """Trains in a process that is killed when it tells of `step`; returns the state at the end where it gets there."""
     pipe, theirs = SERVER.Pipe(duplex=False)
-    process = SERVER.Process(target=lightning_child.fit_to_the_end, args=(str(root), theirs, steps, every))
+    process = SERVER.Process(target=lightning_child.fit_to_the_end, args=(str(root), theirs, steps, every, step))
     LIGHTNINGS.start(process)
     theirs.close()
     last: Any = {}
