@@ -36,16 +36,29 @@ class TierBars:
         self._lock = threading.Lock()
         self._promised = dict(totals)
         self._files: dict[tuple[str, Attempt, str], tuple[int, int]] = {}
+        self._told: dict[tuple[str, Attempt], int] = {}
+        self._whole: dict[tuple[str, Attempt], int] = {}
+        self._rest: dict[tuple[str, Attempt], int] = {}
         self._done: dict[str, int] = {}
         self._seen: dict[str, int] = {}
         self._tasks: dict[str, TaskID] = {tier: bars.add_task(tier, total=nbytes or None) for tier, nbytes in totals.items()}
 
     def __call__(self, tier: str, attempt: Attempt, file: str, nbytes_done: int, nbytes: int) -> None:
+        copy = tier, attempt
         with self._lock:
-            before, size = self._files.get((tier, attempt, file), (0, 0))
-            self._files[tier, attempt, file] = nbytes_done, nbytes
-            done = self._done[tier] = self._done.get(tier, 0) + nbytes_done - before
-            seen = self._seen[tier] = self._seen.get(tier, 0) + nbytes - size
+            rest = self._rest.get(copy, 0)
+            more_done = more_seen = 0
+            if file:
+                before, size = self._files.get((tier, attempt, file), (0, 0))
+                self._files[tier, attempt, file] = nbytes_done, nbytes
+                self._told[copy] = self._told.get(copy, 0) + nbytes - size
+                more_done, more_seen = nbytes_done - before, nbytes - size
+            else:
+                self._whole[copy] = nbytes
+            # What was neither moved nor read of a checkpoint that has been dealt with counts as done.
+            left = self._rest[copy] = max(0, self._whole.get(copy, 0) - self._told.get(copy, 0))
+            done = self._done[tier] = self._done.get(tier, 0) + more_done + left - rest
+            seen = self._seen[tier] = self._seen.get(tier, 0) + more_seen + left - rest
             if tier not in self._tasks:
                 self._tasks[tier] = self._bars.add_task(tier, total=None)
             promised = self._promised.get(tier, 0)

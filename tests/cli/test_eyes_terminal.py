@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from rich.progress import Progress as RichProgress
 from typer.testing import CliRunner
 
 import tierstore
@@ -133,6 +134,56 @@ def test_what_is_told_again_after_a_failure_counts_once() -> None:
     bars("object", attempt, "index", 20, 20)
     task = rich_bars.tasks[0]
     assert (task.completed, task.total) == (120, 120)
+
+
+def test_a_checkpoint_that_was_dealt_with_fills_its_share_whatever_of_it_had_to_be_read() -> None:
+    attempt = Attempt(run="r", step=1, save_id=new_save_id(datetime.now(timezone.utc)))
+    rich_bars = new_bars(Console(file=io.StringIO()))
+    bars = TierBars(rich_bars, {"object": 100})
+    bars("object", attempt, "shard", 60, 60)
+    bars("object", attempt, "", 100, 100)
+    task = rich_bars.tasks[0]
+    assert (task.completed, task.total) == (100, 100)
+    bars("object", attempt, "index", 10, 30)  # mended after that: it was counted already
+    assert (task.completed, task.total) == (80, 100)
+    bars("object", attempt, "index", 30, 30)
+    assert (task.completed, task.total) == (100, 100)
+
+
+@pytest.mark.parametrize("damage", ["none", "a shard is gone", "a copy is gone"])
+def test_the_bars_of_verify_repair_and_sync_end_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    made: list[RichProgress] = []
+
+    @contextmanager
+    def watched(console: Console) -> Iterator[RichProgress]:
+        made.append(RichProgress(console=Console(file=io.StringIO())))
+        yield made[-1]
+
+    def full(*arguments: str) -> None:
+        made.clear()
+        CliRunner().invoke(app, ["-c", str(config), *arguments])
+        (bars,) = made
+        assert {task.description: (task.completed, task.total) for task in bars.tasks if task.completed != task.total} == {}
+        assert sum(task.completed for task in bars.tasks) > 4 << 20
+
+    config = tmp_path / "tierstore.yaml"
+    near = "run: r\ntiers:\n  - {name: node, uri: ./node, scope: node}\n  - {name: shared, uri: ./shared, scope: shared}\n"
+    config.write_text(near)
+    with tierstore.open(str(config)) as store:
+        for step in (1, 2):
+            store.save(step, {"w": torch.full((1 << 20,), float(step)), "b": torch.zeros(3)}).wait("committed", timeout=60)
+    config.write_text(near + "  - {name: far, uri: ./far, codec: zstd}\n")
+    monkeypatch.setattr("tierstore.cli.progress.new_bars", watched)
+    monkeypatch.setattr("tierstore.cli.options.progress_wanted", lambda: True)
+    monkeypatch.setattr("tierstore.cli.terminal._console", lambda stream: Console(file=stream, force_terminal=True))
+    full("sync")
+    if damage != "none":
+        for path in (tmp_path / "shared/r").glob("step-0000000001-*/" + ("shard-*" if damage == "a shard is gone" else "*")):
+            path.unlink()
+    full("verify", "--level", "full")
+    full("verify", "--level", "sample", "--tier", "shared")
+    full("repair")
+    full("verify", "--level", "full")
 
 
 def test_a_store_shows_bars_while_it_is_closed_at_a_terminal(

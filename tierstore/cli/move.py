@@ -199,6 +199,7 @@ def _carry_out(cli: Cli, session: Session, kind: Kind, moves: Sequence[_Move], w
                 ends.append((move, "failed", error.message))
             else:
                 ends.append((move, "done" if done else "already", ""))
+                progress(move.tier.name, move.info.attempt, "", move.info.nbytes, move.info.nbytes)
     for move, state, reason in ends:
         _tell(cli, kind, move, state, reason)
     return failures

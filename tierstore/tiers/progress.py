@@ -19,7 +19,10 @@ class Progress(Protocol):
     """Called as bytes arrive; on the event loop's thread, so it returns at once and never blocks."""
 
     def __call__(self, tier: str, attempt: Attempt, file: str, nbytes_done: int, nbytes: int) -> None:
-        """`nbytes_done` of the `nbytes` bytes of `file` have been taken for `tier` (a retry starts again at 0)."""
+        """`nbytes_done` of the `nbytes` bytes of `file` have been taken for `tier` (a retry starts again at 0).
+
+        `file` empty: that is all of the checkpoint there, of `nbytes` bytes, whatever of it had to be moved or read.
+        """
 
 
 def NO_PROGRESS(tier: str, attempt: Attempt, file: str, nbytes_done: int, nbytes: int) -> None:
@@ -67,7 +70,7 @@ class TransferBoard:
 
     def __call__(self, tier: str, attempt: Attempt, file: str, nbytes_done: int, nbytes: int) -> None:
         key = (tier, attempt, file)
-        if nbytes_done >= nbytes:
+        if nbytes_done >= nbytes or not file:
             self._under_way.pop(key, None)
         else:
             self._under_way[key] = Transfer(tier=tier, attempt=attempt, file=file, nbytes_done=nbytes_done, nbytes=nbytes)

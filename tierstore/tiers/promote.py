@@ -158,6 +158,8 @@ async def _one_after_the_other(context: CopyContext, copies: Sequence[Copy]) -> 
             if outcome.done:
                 log.info("tier=%s checkpoint=%s %s done", copy.tier, copy.attempt.folder, copy.kind)
                 done.append(copy)
+                if copy.nbytes:
+                    context.progress(copy.tier, copy.attempt, "", copy.nbytes, copy.nbytes)
             else:
                 waiting.append((copy, outcome.waiting))
     return ReconcileReport(done=tuple(done), waiting=tuple(waiting), failed=tuple(failed))

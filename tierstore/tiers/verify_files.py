@@ -85,6 +85,12 @@ class Looking:
 
 async def verify_copy(looking: Looking, info: CheckpointInfo, tier: Tier) -> None:
     """Looks at one checkpoint on one tier; what the tier is not to have is no finding."""
+    await _verify_copy(looking, info, tier)
+    if tier.name in info.replicas:
+        looking.work.progress(tier.name, info.attempt, "", info.nbytes, info.nbytes)
+
+
+async def _verify_copy(looking: Looking, info: CheckpointInfo, tier: Tier) -> None:
     work, facts = looking.work, fold(info.records)
     held = info.replicas.get(tier.name)
     far = tier.name in [t.name for t in further(work.tiers)]
