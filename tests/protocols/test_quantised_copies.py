@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from packed_tiers_kit import MOMENTS, Place, adam_state
@@ -20,6 +21,7 @@ from tierstore.errors import FormatError, IntegrityError, RefusedError, TierStor
 from tierstore.format.digest import digest_of
 from tierstore.format.quantised import QuantisedCopy, QuantisedFile, decode_quantised, encode_quantised
 from tierstore.storage.contract import PackedFacts
+from tierstore.testing.bucket import Bucket
 from tierstore.testing.equality import assert_same_state
 from tierstore.tiers.bring import BRING, bring
 from tierstore.tiers.catalog import CheckpointInfo, scan
@@ -28,7 +30,7 @@ from tierstore.tiers.gc.standing import copies_standing
 from tierstore.tiers.log import read_log
 from tierstore.tiers.log_facts import fold, quantised_text
 from tierstore.tiers.promote import promote
-from tierstore.tiers.quantised import lossy_blocks, quantising
+from tierstore.tiers.quantised import Lossy, QuantisedReader, lossy_blocks, quantising
 from tierstore.tiers.recover import recover
 from tierstore.tiers.repair import repair
 from tierstore.tiers.retention.facts import counted_copies, held_nbytes, holds, tier_facts
@@ -376,6 +378,84 @@ def test_an_exact_copy_can_be_asked_for_in_the_place_of_a_quantised_one(place: P
     place.lose_exact_shards()
     with place.open(config) as store:
         assert_same_state(store.load(), adam_state(1))
+
+
+def exact_while_it_is_read(place: Place, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, damaged: bool) -> list[str]:
+    """Only the bucket's quantised copy is left; when its shard is read, another process has just put an exact one in its place.
+
+    Returns the names of shards that were put there, as they are. `damaged`: a byte of a moment is wrong in it.
+    """
+    quantised, log, swapped = dict(place.bucket._files), place.root / "shared" / "r" / ".log", list[str]()
+    shutil.copytree(log, place.root / "log")
+    with place.session(config) as session:
+        context, info = CopyContext.make(session.tiers, session.clock), info_of(session)
+        lease = session.leases.hold(info, kind=BRING)
+        assert session.run(bring(context, info.attempt, session.tiers.get("far"), lease=lease, exact=True))
+    exact = dict(place.bucket._files)
+    (name,) = place.names("shard-")
+    if damaged:
+        at = exact[name].find(adam_state(1)["optim"]["w"]["exp_avg"].numpy().view(np.uint16)[100, ::2].tobytes())
+        assert at > 0
+        exact[name] = exact[name][:at] + bytes([exact[name][at] ^ 1]) + exact[name][at + 1 :]
+    hold(place, quantised)
+    shutil.rmtree(log)
+    shutil.copytree(place.root / "log", log)
+    place.lose_exact_shards()
+    real = Bucket.read_into
+
+    async def read_into(self: Bucket, path: str, offset: int, buffer: memoryview) -> None:
+        if path == name and not swapped:
+            swapped.append(name)
+            hold(place, exact)
+        await real(self, path, offset, buffer)
+
+    monkeypatch.setattr(Bucket, "read_into", read_into)
+    return swapped
+
+
+def hold(place: Place, files: dict[str, bytes]) -> None:
+    """The bucket has these files and no others."""
+    for name in place.names(""):
+        place.remove(name)
+    for name, data in files.items():
+        place.bucket._set(name, data)
+
+
+@pytest.mark.usefixtures("saved")
+def test_a_quantised_copy_that_becomes_exact_while_it_is_read_is_read_anew(
+    place: Place, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    swapped = exact_while_it_is_read(place, config, monkeypatch, damaged=False)
+    with place.open(config) as store:
+        assert_same_state(store.load(), adam_state(1))
+    assert swapped
+    assert WARNING not in caplog.text
+
+
+@pytest.mark.usefixtures("saved")
+def test_what_became_exact_while_it_was_read_is_proved_by_its_digests(
+    place: Place, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swapped = exact_while_it_is_read(place, config, monkeypatch, damaged=True)
+    with place.open(config) as store, pytest.raises(IntegrityError, match="no tier has a good copy"):
+        store.load()
+    assert swapped
+
+
+@pytest.mark.usefixtures("saved")
+def test_a_copy_that_is_written_anew_again_and_again_is_given_up(
+    place: Place, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked = QuantisedReader.look, list[str]()
+
+    async def look(self: QuantisedReader, name: str) -> Lossy:
+        asked.append(name)
+        return replace(await real(self, name), footer=str(len(asked)))
+
+    monkeypatch.setattr(QuantisedReader, "look", look)
+    place.lose_exact_shards()
+    with place.open(config) as store, pytest.raises(TierStoreError, match="was written anew each time it was read"):
+        store.load()
 
 
 class Killed(BaseException):

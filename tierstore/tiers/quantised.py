@@ -26,6 +26,7 @@ from tierstore.tiers.together import together
 
 __all__ = [
     "EXACT",
+    "Lossy",
     "QuantisedReader",
     "Quantising",
     "Shards",
@@ -206,6 +207,19 @@ def lossy_blocks(facts: PackedFacts, block_nbytes: int) -> frozenset[int]:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lossy:
+    """What of a shard is not exact.
+
+    Attributes:
+        footer: The digest of its footer; empty where all of it is exact.
+        blocks: The blocks that are not, by number.
+    """
+
+    footer: str = ""
+    blocks: frozenset[int] = frozenset()
+
+
 class QuantisedReader:
     """One quantised copy, for who reads it: which blocks are not exact, once their file's footer is proved.
 
@@ -246,15 +260,19 @@ class QuantisedReader:
 
     async def lossy(self, name: str) -> frozenset[int]:
         """The blocks of a shard that are not exact, by number; raises as `document`, and where the shard's footer is not proved by it."""
+        return (await self.look(name)).blocks
+
+    async def look(self, name: str) -> Lossy:
+        """As `lossy`. Who reads the shard asks before and after: if the answers differ, somebody has written it anew meanwhile."""
         async with self._turn:
             # The storage remembers footers; asked each time, for the shard may have been written anew, exact, since the last one.
             facts = (await lossy_files(self.tier, self._attempt, [name])).get(name)
             if facts is None:
-                return frozenset()
+                return Lossy()
             if self._proved.get(name) != facts.digest:
                 await self._prove(name, facts)
                 self._proved[name] = facts.digest
-            return lossy_blocks(facts, self._block_nbytes)
+            return Lossy(footer=facts.digest, blocks=lossy_blocks(facts, self._block_nbytes))
 
     async def _prove(self, name: str, facts: PackedFacts) -> None:
         if self._files is None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from tierstore.errors import IntegrityError, NotFoundError, StorageError
+from tierstore.errors import IntegrityError, NotFoundError, StorageError, TemporaryError
 from tierstore.format.digest import DIGEST_NBYTES, bad_blocks, block_digests
 from tierstore.format.index import FileEntry, RoutingIndex
 from tierstore.format.manifest import Manifest
@@ -22,12 +22,13 @@ from tierstore.storage.contract import ReadsPieces, ReadsProved
 from tierstore.storage.tasks import all_or_none
 from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.documents import Documents, Run
-from tierstore.tiers.fetching import BUDGET_NBYTES, fetch
+from tierstore.tiers.fetching import BUDGET_NBYTES, Read, fetch
 from tierstore.tiers.leases import Lease
 from tierstore.tiers.log_facts import quantised_text
 from tierstore.tiers.nearby import NearRead
 from tierstore.tiers.passed_over import BadCopy, OnDamage, PassedOver, damaged_block
-from tierstore.tiers.quantised import QuantisedReader, generation_of
+from tierstore.tiers.placed import read_placed
+from tierstore.tiers.quantised import Lossy, QuantisedReader, generation_of
 from tierstore.tiers.read_order import in_order
 from tierstore.tiers.reads import AnyWant, ReadCost, Span, Want, plan_spans, spread_spans
 from tierstore.tiers.sources import Source, sources_of
@@ -36,6 +37,9 @@ from tierstore.tiers.tier import Tier, Tiers
 __all__ = ["BadCopy", "Replica", "Want", "open_replica"]
 
 log = logging.getLogger(__name__)
+
+_LOOKS = 3
+"""So often a file is read that is written anew meanwhile."""
 
 
 class BringsNearer(Protocol):
@@ -261,7 +265,24 @@ class Replica:
             lambda span, view: self._fill(span, view, verify, slots, tried),
             concurrency=max(_cost_of(source.tier).concurrency for source in self._sources),
             budget_nbytes=self._budget_nbytes,
+            place=(lambda span: self._place(span, slots, tried)) if verify else None,
         )
+
+    async def _place(
+        self, span: Span, slots: dict[str, asyncio.Semaphore], tried: Collection[tuple[str, str]]
+    ) -> tuple[Sequence[Span], Read]:
+        """Brings the span from the first copy straight to its wants, where that is possible; what is left is to be read as `_fill` does."""
+        source = next((one for one in self._passed.order(span.file) if (one.tier.name, span.file) not in tried), None)
+        left: Sequence[Span] = (span,)
+        if source is not None:
+            name = source.tier.name
+            async with slots[name]:
+                placed = await read_placed(span, source, self.info, self._passed, self._documents.entry, self.index.block_nbytes)
+            if placed is not None:
+                self.requests[name] += 1
+                self.bytes_fetched[name] += placed.nbytes
+                left, tried = placed.left, {*tried, (name, span.file)}
+        return left, lambda one, view: self._fill(one, view, True, slots, tried)
 
     async def _fill(
         self, span: Span, view: memoryview, verify: bool, slots: dict[str, asyncio.Semaphore], tried: Collection[tuple[str, str]]
@@ -275,15 +296,9 @@ class Replica:
             left: list[tuple[int, int]] = []
             for begin, end in pending:
                 part = view[begin - span.begin : end - span.begin]
-                lossy: frozenset[int] = frozenset()
                 try:
                     async with slots[tier.name]:
-                        lossy = await self._lossy_blocks(source, span.file)
-                        self.requests[tier.name] += 1
-                        began = tier.speed.now()
-                        found = await self._read_far(tier, self.info.attempt.path(span.file), begin, part, verify)
-                        tier.speed.note(end - begin, tier.speed.now() - began)
-                    self.bytes_fetched[tier.name] += end - begin
+                        found, lossy = await self._read_far(source, span.file, begin, part, verify)
                     self._passed.answers(tier)
                 except (StorageError, NotFoundError, IntegrityError) as error:
                     self._passed.note(source, span.file, error, partial(tier.storage.read, self.info.attempt.path(span.file), end - 1, 1))
@@ -299,7 +314,30 @@ class Replica:
                 return
         raise await self._passed.no_copy(span.file, f"bytes {pending[0][0]} to {pending[-1][1]} of ")
 
-    async def _read_far(self, tier: Tier, path: str, begin: int, part: memoryview, verify: bool) -> bytes:
+    async def _read_far(self, source: Source, file: str, begin: int, part: memoryview, verify: bool) -> tuple[bytes, frozenset[int]]:
+        """Reads; returns what `_read_hashed` does, and the blocks that are not exact, which a footer that was proved here tells.
+
+        A quantised copy may be written anew while it is read: then it is read once more, for nothing would prove what was read.
+        """
+        tier, looks = source.tier, _LOOKS
+        lossy = await self._lossy(source, file)
+        while looks:
+            self.requests[tier.name] += 1
+            began = tier.speed.now()
+            found = await self._read_hashed(tier, self.info.attempt.path(file), begin, part, verify)
+            tier.speed.note(part.nbytes, tier.speed.now() - began)
+            self.bytes_fetched[tier.name] += part.nbytes
+            before, lossy, looks = lossy, await self._lossy(source, file), looks - 1
+            if lossy == before:
+                return found, lossy.blocks
+        raise TemporaryError(
+            f"{self.info.attempt.path(file)} on tier {tier.name!r} was written anew each time it was read",
+            hint="somebody replaces the quantised copy there: load again when that is through",
+            tier=tier.name,
+            file=file,
+        )
+
+    async def _read_hashed(self, tier: Tier, path: str, begin: int, part: memoryview, verify: bool) -> bytes:
         """Reads; returns the digests of the blocks where the storage's own threads have them hashed while they are warm, else nothing."""
         size, storage = self.index.block_nbytes, tier.storage
         if not verify or storage.capabilities.local or not isinstance(storage, ReadsProved):
@@ -315,15 +353,15 @@ class Replica:
         await storage.read_proved(path, begin, part, hash_piece, unit=size)
         return bytes(found)
 
-    async def _lossy_blocks(self, source: Source, file: str) -> frozenset[int]:
-        """The blocks that a quantised copy does not have exactly: the storage proves them, by a footer that is proved here."""
+    async def _lossy(self, source: Source, file: str) -> Lossy:
+        """What a quantised copy does not have exactly: the storage proves it, by a footer that is proved here."""
         if source.quantised is None:
-            return frozenset()
+            return Lossy()
         reader = self._quantised.get(source.tier.name)
         if reader is None:
             reader = QuantisedReader(source.tier, self.info.attempt, source.quantised, self.index.block_nbytes)
             reader = self._quantised.setdefault(source.tier.name, reader)
-        return await reader.lossy(file)
+        return await reader.look(file)
 
     def _tell_lossy(self, source: Source, file: str, begin: int, end: int, lossy: frozenset[int]) -> None:
         """Says once for each tier, aloud, that some of what is read is not what was saved."""
