@@ -19,7 +19,7 @@ from tierstore.storage.packed_names import Form, is_packable
 from tierstore.storage.tasks import all_or_none, to_the_end
 from tierstore.storage.unpacking_cache import Blocks, Decoded, Flights, Key
 from tierstore.storage.unpacking_footers import Footers, Known, Part
-from tierstore.storage.unpacking_memory import Frames, Sources, Spare, copy_bytes, fill
+from tierstore.storage.unpacking_memory import Frames, Held, Pieces, Sources, Spare, copy_bytes, fill
 
 __all__ = ["Unpacker"]
 
@@ -29,6 +29,8 @@ _BATCHES = 6
 """Of all reads together; what runs need is not counted."""
 _GAP_NBYTES = 128 << 10
 """Of stored bytes between frames that are read as well rather than asked for apart."""
+_AT_ONCE = 16
+"""So many parts of runs are made at once for one batch."""
 _DEEPEST = 8
 """So many runs that are made of runs are followed."""
 _FOLLOWED, _FOLLOWED_PARTS = 3, 64
@@ -88,7 +90,7 @@ class Unpacker:
 
         async def one(begin: int, end: int) -> None:
             async with here.batches:
-                await self._batch(path, known, begin, end, buffer[begin - offset : end - offset], 0, proofs)
+                await self._batch(path, known, begin, end, buffer[begin - offset : end - offset], 0, Held(path), proofs)
 
         with self._decoded.wanting(_taken_blocks(known, offset, offset + buffer.nbytes)):
             await all_or_none([one(begin, end) for begin, end in _batches(known, offset, offset + buffer.nbytes)])
@@ -141,18 +143,23 @@ class Unpacker:
             return found
 
     async def _batch(
-        self, path: str, known: Known, begin: int, end: int, target: memoryview, depth: int, proofs: _Proofs | None = None
+        self, path: str, known: Known, begin: int, end: int, target: memoryview, depth: int, held: Held, proofs: _Proofs | None = None
     ) -> None:
         """Fills `target` with ``[begin, end)`` of the raw file."""
         size = known.footer.block_nbytes
         numbers = range(begin // size, -(-end // size))
         taken = [number for number in numbers if known.is_taken_from(*known.block(number))]
         parts = {n: list(known.parts(max(begin, known.block(n)[0]), min(end, known.block(n)[1]))) for n in numbers}
-        sources = Sources()
+        left = iter(_joined(parts))
         there: Blocks = {}
 
         async def shared() -> None:
             there.update(await self._own(path, known.form, known, size, taken))
+
+        async def made() -> None:
+            for part, members in left:
+                sources.expect(part)
+                sources.add(part, members, await self._source(path, known, part, depth, held))
 
         def work(number: int) -> None:
             first, last = known.block(number)
@@ -170,10 +177,10 @@ class Unpacker:
             if proofs is not None:
                 proofs.filled(low, high)
 
-        with Frames(self._here().spare) as frames:
+        with Sources(held) as sources, Frames(self._here().spare) as frames:
             jobs: list[Awaitable[None]] = [shared()] if taken else []
             jobs += [self._frames(known, group, frames) for group in _groups(known, [n for n in numbers if n not in set(taken)])]
-            jobs += [self._sources(path, known, part, sources, depth) for part in _joined(parts)]
+            jobs += [made() for _ in range(min(_AT_ONCE, sum(map(len, parts.values()))))]
             await all_or_none(jobs)
             await self._in_threads(work, numbers)
 
@@ -204,8 +211,8 @@ class Unpacker:
 
     # Runs
 
-    async def _sources(self, path: str, known: Known, part: Part, sources: Sources, depth: int) -> None:
-        """Gets the bytes that a part of a run is made of."""
+    async def _source(self, path: str, known: Known, part: Part, depth: int, held: Held) -> Pieces:
+        """The bytes that a part of a run is made of; raises as `read`."""
         if depth >= _DEEPEST:
             raise self._lost(path, part, path, f"takes them from others, more than {_DEEPEST} times over")
         other, form = path, known.form
@@ -220,10 +227,9 @@ class Unpacker:
         if part.source_end > form.nbytes:
             raise self._lost(path, part, other, f"has {form.nbytes} bytes only")
         try:
-            pieces = await self._made(other, form, part.source, part.source_end, depth + 1)
+            return await self._made(other, form, part.source, part.source_end, depth + 1, held)
         except NotFoundError as error:
             raise self._lost(path, part, other, "is not there") from error
-        sources.add(part.file, part.source, part.source_end, pieces)
 
     def _lost(self, path: str, part: Part, other: str, why: str) -> IntegrityError:
         return IntegrityError(
@@ -233,12 +239,12 @@ class Unpacker:
             source=other,
         )
 
-    async def _made(self, path: str, form: Form, begin: int, end: int, depth: int) -> Sequence[tuple[int, memoryview]]:
+    async def _made(self, path: str, form: Form, begin: int, end: int, depth: int, held: Held) -> Pieces:
         """The bytes ``[begin, end)`` of a raw shard, in pieces with their places, that nobody changes; maybe more at both ends."""
         known = await self.footers.of(form, path) if form.packed else None
         if known is not None and known.holes(begin, end):
             memory = np.empty(end - begin, dtype=np.uint8).data
-            await self._batch(path, known, begin, end, memory, depth)
+            await self._batch(path, known, begin, end, memory, depth, held)
             return [(begin, memory)]
         size = _PLAIN_BLOCK_NBYTES if known is None else known.footer.block_nbytes
         blocks = await self._own(path, form, known, size, range(begin // size, -(-end // size)))
@@ -326,19 +332,20 @@ class _Here:
         self.flights = Flights()
 
 
-def _joined(parts: Mapping[int, Sequence[Part]]) -> list[Part]:
-    """The parts of many blocks, in one where they are of one run."""
-    joined: list[Part] = []
+def _joined(parts: Mapping[int, Sequence[Part]]) -> list[tuple[Part, list[Part]]]:
+    """The parts of many blocks, in one where they are of one run; each with those that it is of."""
+    joined: list[tuple[Part, list[Part]]] = []
     for part in (part for some in parts.values() for part in some):
-        last = joined[-1] if joined else None
+        last, members = joined[-1] if joined else (None, [])
         if (
             last is not None
             and (last.end, last.kind, last.file) == (part.begin, part.kind, part.file)
             and last.source <= part.source <= last.source_end
         ):
-            joined[-1] = replace(last, end=part.end, source_end=max(last.source_end, part.source_end))
+            members.append(part)
+            joined[-1] = replace(last, end=part.end, source_end=max(last.source_end, part.source_end)), members
         else:
-            joined.append(part)
+            joined.append((part, [part]))
     return joined
 
 

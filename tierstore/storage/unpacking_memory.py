@@ -6,12 +6,20 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from tierstore.errors import IntegrityError
 from tierstore.format.packed.rounding import round_into
 from tierstore.storage.unpacking_footers import Part
 
-__all__ = ["Frames", "Sources", "Spare", "copy_bytes", "fill"]
+__all__ = ["HELD_NBYTES", "Frames", "Held", "Pieces", "Sources", "Spare", "copy_bytes", "fill"]
 
+HELD_NBYTES = 256 << 20
+"""Of what the runs of one batch are made of, and what that is made of; 32 MiB are usual."""
 _UNIT_NBYTES = 1 << 20
+_MOST_KEPT = 2
+"""So many times what is wanted of them are the blocks that are kept as they are."""
+
+Pieces = Sequence[tuple[int, memoryview]]
+"""Bytes of a raw file, in pieces with their places."""
 
 
 class Spare:
@@ -68,29 +76,84 @@ class Frames:
         return next(data[begin - at : end - at] for at, data in self._extents if at <= begin and end <= at + data.nbytes)
 
 
+class Held:
+    """Bytes of what runs are made of that one batch holds, and those that are made for it: a footer can ask for very much.
+
+    Args:
+        path: Of the raw shard that is read, for the error.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._nbytes = 0
+
+    def take(self, nbytes: int) -> None:
+        """So many more are to be held.
+
+        Raises:
+            IntegrityError: No file of ours needs as much.
+        """
+        self._nbytes += nbytes
+        if self._nbytes > HELD_NBYTES:
+            raise IntegrityError(
+                f"{self._path} is damaged, or made to do harm: a few MiB of it are made of more than {HELD_NBYTES >> 20} MiB",
+                hint="run `tierstore verify --level full`; docs/guides/recovery.md shows how to put a good copy back",
+                file=self._path,
+            )
+
+    def give_back(self, nbytes: int) -> None:
+        self._nbytes -= nbytes
+
+
 class Sources:
-    """What runs are made of."""
+    """What the runs of one batch are made of: of blocks that hardly anything is wanted of, only that is kept.
 
-    def __init__(self) -> None:
-        self._found: list[tuple[int, int, int, Sequence[tuple[int, memoryview]]]] = []
+    Args:
+        held: Told of it.
+    """
 
-    def add(self, file: int, begin: int, end: int, pieces: Sequence[tuple[int, memoryview]]) -> None:
-        self._found.append((file, begin, end, pieces))
+    def __init__(self, held: Held) -> None:
+        self.held = held
+        self._nbytes = 0
+        self._found: dict[tuple[int, int, int], Pieces] = {}
 
-    def pieces(self, file: int, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
-        """The bytes ``[begin, end)`` of a file, in pieces with their places."""
-        pieces = next(pieces for of, first, last, pieces in self._found if of == file and first <= begin and end <= last)
-        for at, piece in pieces:
-            low, high = max(begin, at), min(end, at + piece.nbytes)
-            if low < high:
-                yield low, piece[low - at : high - at]
+    def __enter__(self) -> Sources:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._found.clear()
+        self.held.give_back(self._nbytes)
+
+    def expect(self, part: Part) -> None:
+        """Before the bytes of a part are read; raises as `Held.take`."""
+        nbytes = _MOST_KEPT * (part.source_end - part.source)
+        self._nbytes += nbytes
+        self.held.take(nbytes)
+
+    def add(self, part: Part, members: Sequence[Part], pieces: Pieces) -> None:
+        """`pieces` has the source of `part`, which is all of `members` in one."""
+        if sum(piece.nbytes for _, piece in pieces) > _MOST_KEPT * (part.source_end - part.source):
+            wanted = _within(pieces, part.source, part.source_end)
+            pieces = [(part.source, memoryview(b"".join(piece for _, piece in wanted)))]
+        self._found.update(((one.file, one.source, one.source_end), pieces) for one in members)
+
+    def pieces(self, part: Part) -> Iterator[tuple[int, memoryview]]:
+        """The source of one of the members, in pieces with their places."""
+        return _within(self._found[part.file, part.source, part.source_end], part.source, part.source_end)
+
+
+def _within(pieces: Pieces, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
+    for at, piece in pieces:
+        low, high = max(begin, at), min(end, at + piece.nbytes)
+        if low < high:
+            yield low, piece[low - at : high - at]
 
 
 def fill(target: memoryview, begin: int, parts: Sequence[Part], sources: Sources) -> None:
     """Makes the bytes of runs in `target`, that begins at `begin` of the raw file."""
     for part in parts:
         into = target[part.begin - begin : part.end - begin]
-        pieces = list(sources.pieces(part.file, part.source, part.source_end))
+        pieces = list(sources.pieces(part))
         if part.kind == "copy":
             for at, piece in pieces:
                 copy_bytes(into[at - part.source : at - part.source + piece.nbytes], piece)

@@ -24,6 +24,7 @@ __all__ = [
     "MAX_BLOCK_NBYTES",
     "MAX_FOOTER_NBYTES",
     "MAX_RUNS",
+    "MIN_BLOCK_NBYTES",
     "TRAILER_NBYTES",
     "decode_footer",
     "encode_footer",
@@ -34,7 +35,8 @@ __all__ = [
 MAX_FOOTER_NBYTES = 256 << 20
 """No footer is longer; 12 bytes a block and 25 a run leave room for files of many terabytes."""
 
-MAX_BLOCK_NBYTES = 1 << 30
+MIN_BLOCK_NBYTES, MAX_BLOCK_NBYTES = 4 << 10, 16 << 20
+"""Of which a reader holds some, and which it counts; ours have 1 MiB."""
 
 MAX_RUNS = 1 << 20
 """Of one file: neighbours are one run, so that some thousands are much."""
@@ -190,7 +192,11 @@ def _check(nbytes: int, block_nbytes: int, files: tuple[object, ...], table: Tab
         FormatError: It says it.
     """
     blocks = len(table[_BLOCKS])
-    if block_nbytes < 1 or not 0 <= nbytes <= _MAX_NBYTES or blocks != block_count(nbytes, block_nbytes):
+    if (
+        not MIN_BLOCK_NBYTES <= block_nbytes <= MAX_BLOCK_NBYTES
+        or not 0 <= nbytes <= _MAX_NBYTES
+        or blocks != block_count(nbytes, block_nbytes)
+    ):
         raise FormatError(f"{blocks:,} frames can't be a file of {nbytes:,} bytes in blocks of {block_nbytes:,}", hint=_HINT)
     lossy = table[_LOSSY]["block"].astype(np.int64)
     if (lossy >= blocks).any() or (np.diff(lossy) <= 0).any():
