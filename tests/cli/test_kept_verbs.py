@@ -65,6 +65,9 @@ def test_the_bytes_of_a_deleted_checkpoint_are_told_to_be_kept_and_for_whom(save
     assert gone["kept"] == {"far": [20]}
     assert "deleted, kept for step 20" in text(saved, "du")
     assert "leftovers" not in text(saved, "du")
+    assert text(saved, "du", "@10").startswith("sft@10 deleted, kept for step 20 KIND")
+    (used,) = [v for v in values(saved, "du", "@10") if v["type"] == "usage"]
+    assert (used["state"], used["kinds"]["shard"]["far"] > 1 << 20) == ("deleted, kept for step 20", True)
     assert "bytes of 1 deleted checkpoint are kept for others" in text(saved, "status")
     assert "10" not in [value.get("step") for value in values(saved, "ls")]
     assert "1 committed, 1 deleted but for bytes that others take" in text(saved, "ls")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from tierstore.cli.find import find_checkpoints, scan_run
+from tierstore.cli.find import find_attempts, find_checkpoints, scan_run
 from tierstore.cli.options import Cli
 from tierstore.cli.render import age_text, plain_table, wrapped
 from tierstore.clock import when_text
@@ -72,14 +72,19 @@ def told_sizes(nbytes: Mapping[str, int]) -> str:
 
 
 def _of_checkpoints(cli: Cli, session: Session, refs: Sequence[str]) -> int:
-    """Some checkpoints: one table of kinds of files for each."""
-    infos = find_checkpoints(session, refs)
-    usages = {run: session.run(measure_run(session.tiers, run)) for run in dict.fromkeys(info.run for info in infos)}
-    for info in infos:
-        kinds = usages[info.run].by_kind(info.attempt, everything=False)
-        cli.terminal.emit(_value(info.attempt, "committed", kinds))
+    """Some checkpoints: one table of kinds of files for each; also of those that were deleted and whose shards stay for others."""
+    found = find_attempts(session, refs)
+    if any(one.info is None and not _kept(one.catalog, one.attempt) for one in found):
+        find_checkpoints(session, refs)  # raises: nothing is left of one of them
+    usages = {run: session.run(measure_run(session.tiers, run)) for run in dict.fromkeys(one.attempt.run for one in found)}
+    for one in found:
+        attempt = one.attempt
+        state = "committed" if one.info is not None else _kept(one.catalog, attempt)
+        kinds = usages[attempt.run].by_kind(attempt, everything=False)
+        cli.terminal.emit(_value(attempt, state, kinds))
         rows: list[tuple[tuple[str, ...], Mapping[str, int]]] = [((kind,), row) for kind, row in kinds.items()]
-        cli.terminal.show(Text(f"{info.run}@{info.step}", style="bold"))
+        told = "" if one.info is not None else f"   {state}"
+        cli.terminal.show(Text.assemble((f"{attempt.run}@{attempt.step}", "bold"), told))
         _show(cli, session.tiers.names, ("KIND",), rows)
     _tell_unreachable(cli, usages.values())
     return 0
