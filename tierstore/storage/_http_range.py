@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Protocol
 
-__all__ = ["Lines", "RangeRead", "Request", "Server"]
+__all__ = ["Lines", "RangeRead", "Request", "Rooms", "Server"]
 
 _PIECE_NBYTES = 256 << 10
 """How much is read at once, in bytes: the grain of progress."""
@@ -102,6 +103,20 @@ class Lines:
             line.close()
 
 
+class Rooms(Protocol):
+    """Where the bytes of a range go (`s3_landing.Landing`)."""
+
+    @property
+    def nbytes(self) -> int:
+        """The range's length."""
+
+    def room(self, filled: int) -> memoryview:
+        """Memory for the bytes from `filled` on: of some of them, one at least."""
+
+    def landed(self, filled: int) -> None:
+        """Told when a room is full."""
+
+
 class RangeRead:
     """One ranged GET, on its way into memory. `run` runs in a thread; `abort` may be called from any other.
 
@@ -109,37 +124,25 @@ class RangeRead:
         lines: The connections.
         request: What is asked.
         start: Where the range begins, in bytes.
-        buffer: Memory for exactly the range's bytes (``format "B"``, one dimension, not empty).
+        rooms: Where its bytes go; asked and told in the thread of `run`.
+        begun: How many of its first bytes are there: they are not asked for.
         check: Looks at the headers (names in lower case) of an answer with status 206 before any byte of its body is taken; what it
             raises passes.
-        landed: Told, in the same thread, how many bytes of `buffer` are there, each time that `unit` more are, and at the end.
-        unit: After how many bytes, counted from `first`.
-        first: How many bytes of the first unit came with an earlier request.
     """
 
     def __init__(
-        self,
-        lines: Lines,
-        request: Request,
-        start: int,
-        buffer: memoryview,
-        *,
-        check: Callable[[Mapping[str, str]], None],
-        landed: Callable[[int], None],
-        unit: int = 1 << 20,
-        first: int = 0,
+        self, lines: Lines, request: Request, start: int, rooms: Rooms, begun: int, *, check: Callable[[Mapping[str, str]], None]
     ) -> None:
-        self.filled = 0
+        self.filled = begun
+        """How many bytes of the range are there."""
         self.status = 0
         """The answer's; 0: there was none."""
         self._lines = lines
         self._request = request
-        self._range = f"bytes={start}-{start + buffer.nbytes - 1}"
-        self._buffer = buffer
+        self._range = f"bytes={start + begun}-{start + rooms.nbytes - 1}"
+        self._rooms = rooms
+        self._begun = begun
         self._check = check
-        self._landed = landed
-        self._unit = unit
-        self._first = first
         self._line: HTTPConnection | None = None
         self._aborted = False
         self._lock = threading.Lock()
@@ -158,7 +161,7 @@ class RangeRead:
         Raises:
             ConnectionError: The connection broke; `filled` bytes are there.
             TimeoutError: No byte came for too long; as above.
-            Exception: Of `check` and `landed`.
+            Exception: Of `check` and `rooms`.
         """
         server = self._request.server
         line = self._lines.take(server)
@@ -195,7 +198,7 @@ class RangeRead:
                 self._check(
                     {name.lower(): value for name, value in answer.headers.items()}
                 )  # a range past the object's end is shortened, for one
-                if answer.length != self._buffer.nbytes:
+                if answer.length != self._rooms.nbytes - self._begun:
                     return False
                 self._read(answer)
                 whole = not answer.will_close
@@ -214,20 +217,21 @@ class RangeRead:
             self._line = line
 
     def _read(self, answer: HTTPResponse) -> None:
-        nbytes = self._buffer.nbytes
-        while self.filled < nbytes:
-            edge = min(self.filled + self._unit - (self._first + self.filled) % self._unit, nbytes)
-            while self.filled < edge:
+        while self.filled < self._rooms.nbytes:
+            room = self._rooms.room(self.filled)
+            at = 0
+            while at < room.nbytes:
                 got = 0
                 if not self._aborted:
                     try:
-                        got = answer.readinto(self._buffer[self.filled : min(edge, self.filled + _PIECE_NBYTES)])
+                        got = answer.readinto(room[at : at + _PIECE_NBYTES])
                     except ssl.SSLError as error:
                         raise ConnectionResetError("TLS failed in mid-answer") from error
                 if not got:
                     raise ConnectionResetError("the connection ended early")
+                at += got
                 self.filled += got
-            self._landed(self.filled)
+            self._rooms.landed(self.filled)
 
 
 class _Stale(Exception):

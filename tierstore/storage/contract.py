@@ -336,6 +336,19 @@ class ReadsPieces(Protocol):
 
 
 @runtime_checkable
+class ReadsPlaced(Protocol):
+    """Beyond the contract: a storage far away that gives the pieces of a range to whom they belong while it reads, so that a range which
+    many want needs no memory of its own."""
+
+    async def read_placed(self, reading: Reading) -> bool:
+        """Reads the ranges one after the other, each in one request. Errors go to `Reading.failed`, as `Storage.read_into` raises them.
+
+        Returns:
+            Whether that can be done for this file; False: nothing was read.
+        """
+
+
+@runtime_checkable
 class WritesOn(Protocol):
     """Beyond the contract: a storage that goes on with a write which another call, or a process that was killed, did not end."""
 

@@ -31,6 +31,7 @@ from tierstore.storage.contract import (
     Reading,
     ReadsEach,
     ReadsPieces,
+    ReadsPlaced,
     ReadsProved,
     Source,
     Storage,
@@ -74,10 +75,11 @@ class PackedStorage:
     """
 
     pace_writes: Callable[[Bandwidth | None], None]
-    """`contract.PacesWrites`; there only if `inner` has it. So are these: `contract.ReadsEach`, `contract.ReadsPieces`, and
-    `PosixStorage.clone`."""
+    """`contract.PacesWrites`; there only if `inner` has it. So are these: `contract.ReadsEach`, `contract.ReadsPieces`,
+    `contract.ReadsPlaced`, and `PosixStorage.clone`."""
     read_each: Callable[[Sequence[str]], Awaitable[list[bytes | Exception]]]
     read_pieces: Callable[[Sequence[Reading]], Awaitable[None]]
+    read_placed: Callable[[Reading], Awaitable[bool]]
     clone: Callable[..., Awaitable[FileInfo | None]]
 
     def __init__(self, inner: Storage, packing: Packing | None) -> None:
@@ -93,6 +95,8 @@ class PackedStorage:
             self.read_each = partial(self._read_each, inner)
         if isinstance(inner, ReadsPieces):
             self.read_pieces = partial(self._read_pieces, inner)
+        if isinstance(inner, ReadsPlaced):
+            self.read_placed = partial(self._read_placed, inner)
         if hasattr(inner, "clone"):
             self.clone = partial(self._clone, inner.clone)
 
@@ -259,6 +263,16 @@ class PackedStorage:
             await inner.read_pieces(plain)
         turns = asyncio.Semaphore(_READINGS)
         await all_or_none([self._read_packed(reading, part, turns) for reading, part in await self._in_order(packed)])
+
+    async def _read_placed(self, inner: ReadsPlaced, reading: Reading) -> bool:
+        """`contract.ReadsPlaced`, for files that are not packed; what can't be told, or found, is left to who reads in another way."""
+        if is_packable(reading.path):
+            try:
+                if (await self._names.find(reading.path)).packed:
+                    return False
+            except (TierStoreError, OSError):
+                return False
+        return await inner.read_placed(reading)
 
     async def _in_order(self, readings: Sequence[Reading]) -> list[tuple[Reading, Part]]:
         """What is read at once, each where what it is made from was read just before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,15 @@ from tierstore.errors import (
 )
 from tierstore.names import TMP, check_relative
 from tierstore.storage.bandwidth import Bandwidth
-from tierstore.storage.contract import Capabilities, FileInfo, Growing, Listing, Source
+from tierstore.storage.bounce import Bounces
+from tierstore.storage.contract import Capabilities, FileInfo, Growing, Listing, Reading, Source
 from tierstore.storage.s3_checksums import Checksums, told_of
 from tierstore.storage.s3_client import Clients, Patience, S3Requests
 from tierstore.storage.s3_create import Creation
 from tierstore.storage.s3_direct import DirectReads
-from tierstore.storage.s3_download import Download
+from tierstore.storage.s3_download import download, read_to_the_end
 from tierstore.storage.s3_errors import Place, no_bucket
+from tierstore.storage.s3_landing import Memory, Pieces
 from tierstore.storage.s3_options import parse_s3_options, split_s3_uri
 from tierstore.storage.s3_resume import go_on, stale_uploads
 from tierstore.storage.s3_upload import MIB, Begun, Uploaded, matches, part_nbytes_for, put_object, put_parts
@@ -109,6 +112,7 @@ class S3Storage:
         )
         direct = DirectReads(self._requests, concurrency, min(5.0, request_timeout_s))
         self._direct = direct if parsed.client == "direct" else None
+        self._bounces: Bounces | None = None
 
     def __repr__(self) -> str:
         return f"S3Storage({self._uri!r}, endpoint_url={self._endpoint!r})"
@@ -135,27 +139,48 @@ class S3Storage:
         if self._direct is not None:
             await self._direct.close()
         await self._requests.close()
+        self._bounces = None  # what a read still has of it is freed when it comes back
 
     # Reading
 
     async def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         key = self._key(path)
-        if nbytes == 0:
+        if nbytes is None:
+            return bytes(await read_to_the_end(self._requests, key, offset))
+        if not nbytes:
             return b""
-        buffer = None if nbytes is None else memoryview(bytearray(nbytes))
-        return bytes(await Download(self._requests, key, offset, buffer, direct=self._direct).run())
+        memory = Memory(memoryview(bytearray(nbytes)))
+        await download(self._requests, key, offset, memory, direct=self._direct)
+        return bytes(memory.buffer)
 
     async def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         key = self._key(path)
         if buffer.nbytes:
-            await Download(self._requests, key, offset, buffer.cast("B"), direct=self._direct).run()
+            await download(self._requests, key, offset, Memory(buffer.cast("B")), direct=self._direct)
 
     async def read_proved(
         self, path: str, offset: int, buffer: memoryview, prove: Callable[[int, memoryview], None], *, unit: int = 1 << 20
     ) -> None:
         key = self._key(path)
         if buffer.nbytes:
-            await Download(self._requests, key, offset, buffer.cast("B"), direct=self._direct, prove=prove, unit=unit).run()
+            memory = Memory(buffer.cast("B"), offset=offset, prove=prove, unit=unit)
+            await download(self._requests, key, offset, memory, direct=self._direct)
+
+    async def read_placed(self, reading: Reading) -> bool:
+        """`contract.ReadsPlaced`: each range is one request, and passes the CPU's cache once."""
+        key = self._key(reading.path)
+        bounces = self._bounces
+        if bounces is None or bounces.pid != os.getpid() or bounces.nbytes != reading.unit:
+            bounces = self._bounces = Bounces(reading.unit)
+        for begin, end in reading.ranges:
+            pieces = Pieces(reading, begin, end, bounces)
+            try:
+                await download(self._requests, key, begin, pieces, direct=self._direct)
+            except (TierStoreError, OSError) as error:
+                reading.failed(begin + pieces.delivered, end, error)
+            finally:
+                pieces.close()
+        return True
 
     # Writing
 

@@ -8,7 +8,7 @@ from typing import Any
 from tierstore.errors import ConflictError, IntegrityError, NotFoundError, OutcomeUnknownError, StorageError, TemporaryError, TierStoreError
 from tierstore.storage.s3_checksums import Checksums
 from tierstore.storage.s3_client import S3Requests
-from tierstore.storage.s3_download import Download
+from tierstore.storage.s3_download import read_to_the_end
 from tierstore.storage.s3_errors import Refusal, refusal, was_never_sent
 
 __all__ = ["Creation"]
@@ -83,7 +83,7 @@ class Creation:
     async def _existing(self) -> bytes | None:
         """The bytes under the name, or None if it is absent."""
         try:
-            return bytes(await Download(self._requests, self._key, 0, None).run())
+            return bytes(await read_to_the_end(self._requests, self._key, 0))
         except NotFoundError as error:
             if error.context.get("code") == "NoSuchBucket":
                 raise

@@ -23,7 +23,7 @@ from aiobotocore.awsrequest import AioAWSResponse
 from botocore.httpsession import create_urllib3_context, get_cert_path
 from botocore.utils import get_environ_proxies
 
-from tierstore.storage._http_range import Lines, RangeRead, Request, Server
+from tierstore.storage._http_range import Lines, RangeRead, Request, Rooms, Server
 from tierstore.storage._threads import DaemonPool
 from tierstore.storage.s3_client import S3Requests
 
@@ -69,38 +69,26 @@ class DirectReads:
         self._by_loop: dict[int, _Here] = {}
         self._inherited: list[dict[int, _Here]] = []
 
-    async def read(
-        self,
-        key: str,
-        start: int,
-        buffer: memoryview,
-        *,
-        check: Callable[[Mapping[str, str]], None],
-        landed: Callable[[int], None],
-        unit: int,
-        first: int,
-    ) -> RangeRead | None:
-        """Prepares the read of ``[start, start + buffer.nbytes)``; None where it is the client's. `run` does it.
+    async def read(self, key: str, start: int, rooms: Rooms, begun: int, *, check: Callable[[Mapping[str, str]], None]) -> RangeRead | None:
+        """Prepares the read of the range that begins at `start`; None where it is the client's. `run` does it.
 
         Args:
             key: The object's key.
             start: Where the range begins, in bytes.
-            buffer: Memory for exactly the range.
-            check: As of `RangeRead`; so are the others.
-            landed: Told as bytes are there.
-            unit: After how many.
-            first: How many of the first unit are there already.
+            rooms: As of `RangeRead`; so are the others.
+            begun: How many of its first bytes are there.
+            check: Looks at the answer.
 
         Raises:
             TierStoreError: There are no credentials, or they can't be had now.
         """
         here = self._here()
-        if not here.worth(buffer.nbytes):
+        if not here.worth(rooms.nbytes - begun):
             return None
         signed = await here.sign(key)
         if signed is None:
             return None
-        return RangeRead(here.lines, signed.request, start, buffer, check=check, landed=landed, unit=unit, first=first)
+        return RangeRead(here.lines, signed.request, start, rooms, begun, check=check)
 
     async def run(self, key: str, read: RangeRead) -> bool:
         """Reads in a thread; False where it is the client's after all. Cancelled, it returns when nobody writes any more.
@@ -108,7 +96,7 @@ class DirectReads:
         Raises:
             ConnectionError: It broke in the middle.
             asyncio.TimeoutError: No byte came for too long.
-            Exception: What `check` and `landed` raise.
+            Exception: What `check` and `rooms` raise.
         """
         here = self._here()
         task = asyncio.wrap_future(here.pool.submit(read.run))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, TypeVar
 
-__all__ = ["all_or_none", "end_all", "to_the_end"]
+__all__ = ["all_or_none", "end_all", "in_thread_to_the_end", "to_the_end"]
 
 _R = TypeVar("_R")
 
@@ -25,6 +25,22 @@ async def all_or_none(works: Collection[Awaitable[_R]]) -> list[_R]:
         return await asyncio.gather(*tasks)
     finally:
         await end_all(tasks)
+
+
+async def in_thread_to_the_end(work: Callable[[], None]) -> None:
+    """Runs `work` in a thread. A thread can't be cancelled: who is cancelled meanwhile, however often, waits for it, and lets go then."""
+    working = asyncio.get_running_loop().run_in_executor(None, work)  # no task: a loop that is closed cancels those
+    cancelled = False
+    while not working.done():
+        try:
+            await asyncio.wait({working})
+        except asyncio.CancelledError:
+            cancelled = True
+    failure = working.exception()
+    if cancelled:
+        raise asyncio.CancelledError
+    if failure is not None:
+        raise failure
 
 
 async def to_the_end(cleanup: Awaitable[None]) -> None:

@@ -4,38 +4,46 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
+from tierstore.storage.tasks import in_thread_to_the_end
 from tierstore.tiers.costs import BUDGET_NBYTES
 from tierstore.tiers.reads import Handover, Span
 
-__all__ = ["BUDGET_NBYTES", "fetch"]
+__all__ = ["BUDGET_NBYTES", "Place", "Read", "fetch"]
+
+Read = Callable[[Span, memoryview], Awaitable[None]]
+"""Fills memory with a span's bytes, proved."""
+Place = Callable[[Span], Awaitable[tuple[Sequence[Span], Read]]]
+"""Brings a span straight to those who want it, proved; gives what of it could not be brought so, and how that is to be read."""
 
 _IN_PASSING_NBYTES = 1 << 20
 """What is copied on the event loop itself: a thread costs more."""
 
 
 async def fetch(
-    spans: Sequence[Span], read: Callable[[Span, memoryview], Awaitable[None]], *, concurrency: int, budget_nbytes: int = BUDGET_NBYTES
+    spans: Sequence[Span], read: Read, *, concurrency: int, budget_nbytes: int = BUDGET_NBYTES, place: Place | None = None
 ) -> None:
     """Reads all spans: straight into the buffer of the want that a span lies in, else into scratch memory, and from there.
 
     Args:
         spans: From `plan_spans`, in the order in which they are begun.
-        read: Fills memory with a span's bytes, proved.
+        read: Reads a span into memory.
         concurrency: How many are read at once, at most.
         budget_nbytes: Scratch memory, in bytes; what is put together from several spans (`Handover`) included. One span at a time is
             read whatever its length.
+        place: Is asked first for spans that no one want has room for; None: there is only `read`.
 
     Raises:
-        Exception: The first error of `read`, or of a `Handover.take`; nobody writes into the buffers after that.
+        Exception: The first error of `read`, of `place`, or of a `Handover.take`; nobody writes into the buffers after that.
     """
     if not spans:
         return
     places = _Places(spans, budget_nbytes)
     queue = iter(spans)
-    tasks = [asyncio.ensure_future(_work(queue, read, places)) for _ in range(min(concurrency, len(spans)))]
+    tasks = [asyncio.ensure_future(_work(queue, read, place, places)) for _ in range(min(concurrency, len(spans)))]
     try:
         await asyncio.gather(*tasks)
     finally:
@@ -67,35 +75,28 @@ class _Places:
         self._free.release()
 
 
-async def _work(queue: Iterator[Span], read: Callable[[Span, memoryview], Awaitable[None]], places: _Places) -> None:
+async def _work(queue: Iterator[Span], read: Read, place: Place | None, places: _Places) -> None:
     for span in queue:
-        view = span.direct()
-        if view is not None:
-            await read(span, view)
+        if place is None or span.direct() is not None:
+            await _read_one(span, read, places)
             continue
-        place = await places.take()
-        try:
-            part = place[: span.nbytes]
-            await read(span, part)
-            if span.nbytes <= _IN_PASSING_NBYTES:
-                span.scatter(part)
-            else:
-                await _to_the_end(span.scatter, part)
-        finally:
-            places.give_back(place)
+        left, how = await place(span)
+        for one in left:
+            await _read_one(one, how, places)
 
 
-async def _to_the_end(work: Callable[[memoryview], None], part: memoryview) -> None:
-    """Runs `work` in a thread. A thread can't be cancelled: who is cancelled meanwhile, however often, waits for it, and lets go then."""
-    working = asyncio.get_running_loop().run_in_executor(None, work, part)  # no task: a loop that is closed cancels those
-    cancelled = False
-    while not working.done():
-        try:
-            await asyncio.wait({working})
-        except asyncio.CancelledError:
-            cancelled = True
-    failure = working.exception()
-    if cancelled:
-        raise asyncio.CancelledError
-    if failure is not None:
-        raise failure
+async def _read_one(span: Span, read: Read, places: _Places) -> None:
+    view = span.direct()
+    if view is not None:
+        await read(span, view)
+        return
+    place = await places.take()
+    try:
+        part = place[: span.nbytes]
+        await read(span, part)
+        if span.nbytes <= _IN_PASSING_NBYTES:
+            span.scatter(part)
+        else:
+            await in_thread_to_the_end(partial(span.scatter, part))
+    finally:
+        places.give_back(place)

@@ -23,7 +23,7 @@ from tierstore.tiers.passed_over import PassedOver, damaged_block
 from tierstore.tiers.reads import AnyWant, Handover, Span, Want, plan_spans
 from tierstore.tiers.sources import Source
 
-__all__ = ["FileReading", "NearRead"]
+__all__ = ["FileReading", "NearRead", "note_damage"]
 
 _HANDOVER_NBYTES = 8 << 20
 """What is taken at once where there are handovers, in bytes: what crosses from one piece into the next is put together elsewhere."""
@@ -214,19 +214,20 @@ class NearRead:
                 tier.speed.note(nbytes, seconds)
             ranges = reading.left()
             self.left.extend(reading.spans(ranges, cost.span_nbytes))
-            if self._note(reading, failure if ranges else None):
+            if note_damage(self._passed, self._source, reading, block_nbytes, failure if ranges else None):
                 self.tried.add((tier.name, reading.entry.name))
         if failure is None and self.nbytes:
             self._passed.answers(tier)
 
-    def _note(self, reading: FileReading, failure: StorageError | None) -> bool:
-        """Notes what was wrong with a file, if anything was; False if it may well be read from there once more."""
-        source, file = self._source, reading.entry.name
-        for _, end, error in reading.errors:
-            assert isinstance(error, TierStoreError)
-            self._passed.note(source, file, error, partial(source.tier.storage.read, reading.path, end - 1, 1))
-        if reading.bad:
-            self._passed.note(source, file, damaged_block(min(reading.bad)[0] // self._index.block_nbytes))
-        if not reading.errors and not reading.bad and failure is not None:
-            self._passed.note(source, file, failure)
-        return bool(reading.errors or reading.bad)
+
+def note_damage(passed: PassedOver, source: Source, reading: FileReading, block_nbytes: int, failure: StorageError | None = None) -> bool:
+    """Notes what was wrong with a file's copy, if anything was; False if it may well be read from there once more."""
+    file = reading.entry.name
+    for _, end, error in reading.errors:
+        assert isinstance(error, TierStoreError)
+        passed.note(source, file, error, partial(source.tier.storage.read, reading.path, end - 1, 1))
+    if reading.bad:
+        passed.note(source, file, damaged_block(min(reading.bad)[0] // block_nbytes))
+    if not reading.errors and not reading.bad and failure is not None:
+        passed.note(source, file, failure)
+    return bool(reading.errors or reading.bad)
