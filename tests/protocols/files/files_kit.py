@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -79,6 +80,14 @@ def content(session: Session, files: Files, path: str) -> bytes | None:
     """What a reader gets; None where it is told that there is no such file."""
     version = session.run(files.look_up(path))
     return None if version is None else session.run(files.read(version))
+
+
+def until_pending_on(files: Files, tier: str, reason: str) -> None:
+    """Until all that is pending is so on `tier`, and for this reason: the others have what they should have."""
+    end = time.monotonic() + 60
+    while {one.tier for one in files.pending()} != {tier} or any(reason not in one.reason for one in files.pending()[:1]):
+        assert time.monotonic() < end, files.pending()
+        time.sleep(0.01)
 
 
 def stored(folder: Path, suffix: str = "") -> list[str]:

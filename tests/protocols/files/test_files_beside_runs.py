@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from cli_kit import make_store, shell_on
-from files_kit import bytes_of, content, opened, the_file
+from files_kit import bytes_of, content, opened, the_file, until_pending_on
 from tiers_kit import failing, flip
 
 from tierstore.config import load_config
@@ -66,6 +66,7 @@ def test_sync_carries_files_on_and_says_so(tmp_path: Path, monkeypatch: pytest.M
         session.run(files.put("gone.txt", b"y"))
         session.run(files.remove(["gone.txt"]))
         session.run(files.put("notes.txt", b"x" * 5000))
+        until_pending_on(files, "object", "down")
         with pytest.raises(TierStoreError):
             session.run(files.sync(0.2))
     shell = shell_on(config, monkeypatch)

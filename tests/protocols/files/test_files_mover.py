@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from files_kit import BLOCK, FAST, bytes_of, child, content, opened, store, stored, the_file, write
+from files_kit import BLOCK, FAST, bytes_of, child, content, opened, store, stored, the_file, until_pending_on, write
 from tiers_kit import Hooked, SteppedClock, failing, flip
 
 from tierstore.config import load_config
@@ -134,9 +134,7 @@ def test_a_tier_that_fails_holds_up_nothing_but_itself_and_gets_everything_later
     with opened(store(tmp_path), wrap={"far": lambda storage: Hooked(storage, hook)}) as (session, files):
         write(session, files, "a", bytes_of(1, 20_000))
         session.run(files.put("b", b"b"))
-        waited = threading.Event()
-        while {one.tier for one in files.pending()} != {"far"} or "far is down" not in files.pending()[0].reason:  # pytest-timeout ends it
-            assert not waited.wait(0.01)
+        until_pending_on(files, "far", "far is down")
         with pytest.raises(DeadlineError, match="2 files are not on far"):
             session.run(files.sync(0.3))
         assert stored(tmp_path / "shared", ".json") == ["a@.json", "b@.json"]

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,11 +15,18 @@ import pytest
 from tierstore.state.copy_threads import CopyThreads
 
 
-def named() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("tierstore-copy")]
+@pytest.fixture
+def named() -> Callable[[], list[threading.Thread]]:
+    """The threads that copy, without those that a store of another test may have left in this process."""
+
+    def found() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t.name.startswith("tierstore-copy") and t not in before]
+
+    before = set(threading.enumerate())
+    return found
 
 
-def test_all_of_the_work_is_done_once_by_no_more_than_so_many_threads() -> None:
+def test_all_of_the_work_is_done_once_by_no_more_than_so_many_threads(named: Callable[[], list[threading.Thread]]) -> None:
     threads = CopyThreads(3)
     done: list[int] = []
     by: set[int] = set()
@@ -31,7 +39,7 @@ def test_all_of_the_work_is_done_once_by_no_more_than_so_many_threads() -> None:
     assert named() == []
 
 
-def test_little_work_starts_no_thread() -> None:
+def test_little_work_starts_no_thread(named: Callable[[], list[threading.Thread]]) -> None:
     threads = CopyThreads(4)
     threads.run([])
     threads.run([lambda: None])
@@ -39,7 +47,7 @@ def test_little_work_starts_no_thread() -> None:
     threads.close()
 
 
-def test_started_threads_wait_for_the_first_save() -> None:
+def test_started_threads_wait_for_the_first_save(named: Callable[[], list[threading.Thread]]) -> None:
     threads = CopyThreads(3)
     threads.start()
     assert len(named()) == 2
@@ -55,9 +63,9 @@ def test_the_caller_does_what_is_its_own_while_the_others_work() -> None:
 
     def meanwhile() -> None:
         own.append(threading.get_ident())
-        met.wait(10)
+        met.wait(60)
 
-    threads.run([lambda: met.wait(10) and None], meanwhile)
+    threads.run([lambda: met.wait(60) and None], meanwhile)
     assert own == [threading.get_ident()]
     threads.close()
 
@@ -106,11 +114,11 @@ def test_who_was_asked_to_help_before_the_threads_were_closed_is_waited_for(monk
 
     def work() -> None:
         if threading.get_ident() == caller:
-            asked.wait(10)  # the helper has some of it
+            asked.wait(60)  # the helper has some of it
             may_end.set()
         else:
             asked.set()
-            may_end.wait(10)
+            may_end.wait(60)
             ended.set()
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", once)
@@ -126,7 +134,7 @@ def test_a_child_that_ends_its_parents_threads_waits_for_no_lock_of_theirs() -> 
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
         if pid == 0:
-            signal.alarm(10)
+            signal.alarm(60)
             threads.close()
             os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -142,7 +150,7 @@ def test_a_forked_child_starts_threads_of_its_own() -> None:
         code = 1
         try:
             met = threading.Barrier(2)
-            threads.run([lambda: met.wait(10) and None] * 2)
+            threads.run([lambda: met.wait(60) and None] * 2)
             threads.close()
             code = 0
         finally:
