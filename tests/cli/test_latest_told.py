@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,18 @@ def test_the_list_of_runs_names_the_latest_of_each_only_where_there_is_one(confi
     assert listed.exit_code == 0, listed.output
     found = {value["run"]: (value["latest"], value["out_of_reach"]) for value in map(json.loads, listed.stdout.splitlines())}
     assert found == {"q": (7, []), "r": (None, [2])}
+
+
+def test_where_the_newest_has_no_copy_left_the_one_before_is_the_latest_but_resume_asks_first(config: Path) -> None:
+    for folder in config.parent.glob("*/r/step-0000000002-*"):
+        shutil.rmtree(folder)
+    assert marked(config) == ["1"]
+    told = "step=2 is committed, but no tier that was reached has a complete copy"
+    assert told in call(config, "ls").stderr
+    with tierstore.open(str(config)) as store:
+        assert store.load()["w"][0] == 1.0
+        with pytest.raises(IntegrityError, match=r"pass it over with resume\(fallback=True\)"):
+            store.resume()
+        resumed = store.resume(fallback=True)
+    assert resumed is not None
+    assert (resumed.step, resumed.skipped) == (1, (2,))

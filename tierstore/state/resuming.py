@@ -76,6 +76,8 @@ def resume_newest(
             info, state = load(partial(info_of, facts, catalog), f"{what} from step {step}, {save_id}")
         except IntegrityError as error:
             if not fallback:
+                if "fallback=True" not in error.hint:  # an older step is what `latest` gives: nobody goes back there without asking for it
+                    error.hint = "; ".join(filter(None, (error.hint, "or pass it over with resume(fallback=True)")))
                 raise
             log.warning("run=%s step=%d can't be loaded and is passed over: %s", run, step, error.message)
             skipped.append(step)
