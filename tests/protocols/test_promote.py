@@ -273,11 +273,11 @@ def test_a_node_s_tier_is_worked_on_by_one_process_at_a_time(tmp_path: Path) -> 
         assert error.value.context["pid"] == child.pid
         assert error.value.exit_code == 8
         child.kill()  # however it dies, the lock is free
-        child.wait(20)
-        assert asyncio.run(reconcile(tiers, "r", clock=CLOCK, wait_s=20)).ok
+        child.wait(60)
+        assert asyncio.run(reconcile(tiers, "r", clock=CLOCK, wait_s=60)).ok
     finally:
         child.kill()
-        child.wait(20)
+        child.wait(60)
         child.stdin.close()
         child.stdout.close()
 
@@ -379,7 +379,7 @@ def test_another_process_takes_over_from_every_instant(tmp_path: Path, point: st
     tiers = folder_tiers(tmp_path, LAYOUT)
     before = asyncio.run(scan(tiers, "r"))
     assert all(c.usable for c in before.checkpoints)
-    report = asyncio.run(reconcile(folder_tiers(tmp_path, LAYOUT), "r", clock=CLOCK, wait_s=20))
+    report = asyncio.run(reconcile(folder_tiers(tmp_path, LAYOUT), "r", clock=CLOCK, wait_s=60))
     assert report.ok
     after = replicas(folder_tiers(tmp_path, LAYOUT))
     receipt_written = "staged" in ran.stdout or not point.startswith("persist.") or point == "persist.after-receipt"

@@ -59,7 +59,7 @@ class Run:
         self.clock.advance(HOUR_S)
         attempt = Attempt(run="r", step=step, save_id=new_save_id(self.clock.now()))
         ticket = self.worker.submit(save_job(attempt, seed=step, nbytes=20_000, clock=self.clock, **more))
-        ticket.wait(level, 20)
+        ticket.wait(level, 60)
         return ticket
 
     def steps_on(self, tier: str) -> list[int]:
@@ -104,7 +104,7 @@ class Gate:
             return
         self.reached.set()
         if self.error is None:
-            await asyncio.to_thread(self.open.wait, 60)
+            await asyncio.to_thread(self.open.wait, 120)
         if self.error is not None:
             raise self.error()
 
@@ -133,7 +133,7 @@ def running(
                 assert isinstance(tier.storage, HookedStorage)
                 if isinstance(tier.storage.hook, Gate):
                     tier.storage.hook.open.set()
-            worker.close(20)
+            worker.close(60)
 
 
 def eventually(condition: Callable[[], bool], what: str) -> None:
@@ -180,7 +180,7 @@ def test_a_nodes_tier_drops_its_copies_by_a_marker_and_nothing_of_it_is_in_the_l
         assert (tmp_path / "memory" / first.log_folder / "evicted.json").exists()
         assert not {"evicting", "evicted"} & set(run.kinds(first))
         assert run.steps_on("pfs") == run.steps_on("object") == [1, 2]
-        run.worker.drain(20)
+        run.worker.drain(60)
         assert run.steps_on("memory") == [2], "it is not copied back"
 
 
@@ -227,7 +227,7 @@ def test_saves_go_on_without_a_stall_while_a_deletion_hangs(tmp_path: Path) -> N
         for step in range(before + 1, before + 6):
             assert run.save(step, level="object").stall_s >= 0
         assert not pfs.open.is_set()
-        run.worker.drain(20)
+        run.worker.drain(60)
 
 
 def test_close_and_drain_wait_for_no_deletion_and_the_next_process_goes_on_with_it(tmp_path: Path) -> None:
@@ -239,8 +239,8 @@ def test_close_and_drain_wait_for_no_deletion_and_the_next_process_goes_on_with_
             step += 1
             assert step < 200
             run.save(step, level="object")
-        run.worker.drain(20)
-        run.worker.close(20)
+        run.worker.drain(60)
+        run.worker.close(60)
         assert not gate.open.is_set()
         left = run.steps_on("pfs")
         assert len(left) > 2
@@ -267,7 +267,7 @@ def test_no_round_begins_while_an_image_is_being_written_but_one_that_no_tier_ta
         engine.tending.tend = counted
         gates = [run.gate(tier, Gate("write", matching="/step-")) for tier in ("memory", "pfs")]
         ticket = run.worker.submit(save_job(Attempt(run="r", step=2, save_id=new_save_id(run.clock.now() + timedelta(hours=1)))))
-        assert gates[0].reached.wait(20)
+        assert gates[0].reached.wait(60)
         rounds.clear()
         run.worker._call(lambda engine: engine.tending.nudge())
         assert run.session.run(asyncio.sleep(0, "turn")) == "turn"
@@ -280,7 +280,7 @@ def test_no_round_begins_while_an_image_is_being_written_but_one_that_no_tier_ta
         eventually(lambda: rounds != [], "a full disk is no save being written")
         for gate in gates:
             gate.open.set()
-        ticket.wait("committed", 20)
+        ticket.wait("committed", 60)
 
 
 # ---- what goes wrong in it
@@ -364,7 +364,7 @@ def test_two_processes_of_one_run_share_the_work_and_do_no_harm(tmp_path: Path) 
             (owner if step % 2 else other).save(step, level="object")
         eventually(lambda: clock.advance(HOUR_S) or owner.steps_on("pfs") == owner.steps_on("object") == [5, 6], "the shared tiers")
         eventually(lambda: set(owner.steps_on("memory")) <= {5, 6} and other.steps_on("memory") == [6], "each node's own tier")
-        assert owner.trouble() == other.trouble() == ""
+        eventually(lambda: owner.trouble() == other.trouble() == "", "no trouble stays")
         found = other.status().housekeeping
         assert found is not None
         assert found.expired == 0
@@ -388,7 +388,7 @@ def test_a_node_whose_lock_another_process_has_is_left_to_that_one(tmp_path: Pat
         eventually(lambda: bool(clock.advance(1)) or gone_round(), "a round of what is not the node's")
         assert run.steps_on("memory") == [1, 2, 3]
         lock.release()
-        ticket.wait("object", 20)
+        ticket.wait("object", 60)
         eventually(lambda: run.steps_on("memory") == [3], "its turn")
 
 
@@ -401,7 +401,7 @@ def test_without_a_policy_nothing_goes_and_the_copies_of_the_logs_catch_up(tmp_p
     with running(tmp_path, None) as run:
         attempts = [run.save(step, level="object").attempt for step in range(1, 5)]
         run.session.run(pin(run.session.tiers, attempts[0], clock=run.clock))
-        run.worker.drain(20)  # it looks at the tiers
+        run.worker.drain(60)  # it looks at the tiers
 
         def logs(tier: str) -> list[set[str]]:
             return [{path.name for path in (tmp_path / tier / attempt.log_folder).glob("0*.json")} for attempt in attempts]

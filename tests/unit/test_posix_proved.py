@@ -335,7 +335,7 @@ def test_a_small_call_gets_a_thread_while_a_long_read_goes_on(tmp_path: Path, mo
         if offset == 0:
             asked.set()
         elif offset >= 24 * MIB:
-            assert served.wait(20)
+            assert served.wait(60)
 
     async def main() -> None:
         storage = PosixStorage(tmp_path, threads=1)

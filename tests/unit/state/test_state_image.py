@@ -253,7 +253,7 @@ def test_a_forked_child_neither_uses_nor_frees_its_parents_images(directory: Pat
         code = 1
         try:
             held.release()
-            own = pool.acquire(1 << 20, timeout=5)
+            own = pool.acquire(1 << 20, timeout=60)
             own.view[0] = 2
             own.release()
             pool.close()
