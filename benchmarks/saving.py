@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,9 +75,10 @@ class Sessions:
             self._sessions[name] = self.peers[name].open(self._folders[name])
         return self.peers[name], self._sessions[name]
 
-    def close(self) -> None:
-        """Ends all; what can't be ended is left to the end of the process."""
-        for session in self._sessions.values():
+    def close(self, which: Callable[[Peer], bool] = lambda peer: True) -> None:
+        """Ends them, all or some; what can't be ended is left to the end of the process."""
+        for name in [name for name in self._sessions if which(self.peers[name])]:
+            session = self._sessions.pop(name)
             try:
                 session.close()
             except Exception as error:  # noqa: BLE001  the measurements are done

@@ -48,14 +48,14 @@ def _sized(name: str, full: str, short: str, limit_s: float, *, contest: bool = 
 
 SUITES = [
     _sized("save", "2GiB 5", "128MiB 2", 340, contest=True),
-    _sized("persist", "2GiB 5", "128MiB 1", 780, contest=True),
+    _sized("persist", "2GiB 5", "128MiB 1", 900, contest=True),
     _sized("load", "1GiB 5", "128MiB 1", 440, contest=True),
     _sized("s3", "256MiB 5", "32MiB 1", 330, contest=True),
     Suite(
         name="import",
         full=("--repeat", "7"),
         short=("--repeat", "3"),
-        limit_s=120,
+        limit_s=100,
         planned=True,
         contest=True,
         takes=("--repeat", "--directory"),

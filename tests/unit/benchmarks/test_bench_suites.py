@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import bench_load
+import bench_persist
 import bench_save
 import memory
 import pytest
@@ -30,6 +31,19 @@ def test_the_suite_save_measures_stall_durable_and_memory(tmp_path: Path, monkey
     assert all(len(row.values) == 1 for table in (stall, total, extra) for row in table.rows.values())
     assert not stall.failed
     assert total.median(ours.OURS) >= stall.median(ours.OURS)
+
+
+def test_the_suite_persist_measures_with_warm_and_with_fresh_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        bench_persist, "PEERS", [ours.PEERS[0], *(p for p in files.SAVERS if p.name in ("torch.save", "safetensors save_file"))]
+    )
+    monkeypatch.setattr(bench_persist, "FRESH", (ours.OURS, "torch.save"))
+    monkeypatch.setattr(bench_persist, "fresh_memory", lambda: "")
+    warm, hashed, fresh, fresh_hashed = bench_persist.run(2 << 20, 1, tmp_path, {"safetensors save_file": "left out"})
+    for table in (warm, fresh):
+        assert {row.name: row.turns for row in table.measured()} == {ours.OURS: [0], "torch.save": [0], bench_persist.ALONE: [0]}
+    assert {row.name for row in hashed.measured()} == {row.name for row in fresh_hashed.measured()} == {ours.OURS, "torch.save"}
+    assert (warm.failed, fresh.failed) == ({"safetensors save_file": "left out"}, {})
 
 
 def test_the_suite_load_measures_cold_and_warm_and_checks_what_was_loaded(tmp_path: Path, long_run: bool) -> None:
