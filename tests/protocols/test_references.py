@@ -15,6 +15,7 @@ from tiers_kit import BLOCK, SteppedClock, persist_rank
 
 from tierstore.errors import NotFoundError, RefusedError
 from tierstore.names import Attempt, new_save_id, shard_name
+from tierstore.storage.sources import BytesSource
 from tierstore.tiers import references
 from tierstore.tiers.bring import BRING, bring
 from tierstore.tiers.catalog import Catalog, RecordCache, scan
@@ -424,6 +425,24 @@ def test_each_rank_of_a_save_straight_to_the_authority_refers_for_its_own_shard(
         assert not world.stored(two, "shared")
         assert world.stored(one, "shared")
         await world.load(three, "shared")
+
+    run(act())
+
+
+def test_where_a_direct_save_found_nothing_the_next_ones_are_hashed_beside_the_write_until_something_is_the_same() -> None:
+    async def act() -> None:
+        world = World("shared")
+        found = []
+        for step, seed in enumerate((0, 1, 2, 2, 2, 2)):
+            attempt = world.attempt(step)
+            shard = BytesSource(lora_shard(step, seed=seed).data)
+            refer = Refers(context=world.context, attempt=attempt, tier=world.tiers.authority, block_nbytes=BLOCK, whole=True)
+            first = await refer.expected(shard_name(0, 1), shard)
+            await persist_lora(world.tiers, attempt, seed=seed, context=world.context)
+            await commit(world.tiers, attempt, deadline_s=0, clock=world.clock)
+            found.append((first, world.stored(attempt, "shared") < 8000))
+        nothing, looked, small = (False, False), (True, False), (True, True)
+        assert found == [nothing, looked, nothing, nothing, small, small]
 
     run(act())
 

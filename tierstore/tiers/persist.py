@@ -262,7 +262,7 @@ async def persist(
 
     files = [FileEntry(name=name, nbytes=shard.nbytes, block_digests=digests)]
     if refer is not None:
-        refer.learned(files[0])
+        await refer.learned(files[0])
     part = Part(
         run=attempt.run,
         step=attempt.step,

@@ -66,6 +66,8 @@ class References:
         self._answers: OrderedDict[tuple[str, Attempt, Attempt], bool] = OrderedDict()
         self._logs: OrderedDict[Attempt, Sequence[Record]] = OrderedDict()
         self._turns: dict[str, asyncio.Lock] = {}
+        self.in_vain: set[tuple[str, str]] = set()
+        """Runs, and tiers to which the last save straight there found nothing to take (`direct`)."""
 
     def learned(self, attempt: Attempt, files: Iterable[FileEntry], block_nbytes: int, *, whole: bool) -> None:
         """Takes the digests of a checkpoint that is being copied: the next one is compared with them. `whole`: of all its files."""
