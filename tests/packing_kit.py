@@ -13,8 +13,9 @@ import numpy as np
 from tierstore.format.packed.rounding import round_into
 from tierstore.format.shard import ChunkSpec, plan_shard
 from tierstore.names import check_relative
-from tierstore.storage.contract import Capabilities, FileInfo, Listing, Source, Storage
-from tierstore.storage.packed import PACKED_MARKER, PackedStorage
+from tierstore.storage.contract import FileInfo, Listing, Source, Storage
+from tierstore.storage.packed import PACKED_MARKER
+from tierstore.testing.around import AroundStorage
 
 T = TypeVar("T")
 MIB = 1 << 20
@@ -78,19 +79,8 @@ def training_shard(*, layers: int = 2, rows: int = 300, columns: int = 700, seed
     return shard_of_tensors(tensors, dtypes)
 
 
-class ShardNames:
-    """A storage in which ``a/b`` is a shard in the folder ``a/b`` of `inner`."""
-
-    def __init__(self, inner: PackedStorage) -> None:
-        self.inner = inner
-
-    @property
-    def uri(self) -> str:
-        return self.inner.uri
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.inner.capabilities
+class ShardNames(AroundStorage):
+    """A storage in which ``a/b`` is a shard in the folder ``a/b`` of `inner`, a `PackedStorage`."""
 
     def local_path(self, path: str) -> Path | None:
         return self.inner.local_path(_shard(path))
@@ -130,12 +120,6 @@ class ShardNames:
 
     async def delete(self, paths: Sequence[str]) -> None:
         await self.inner.delete([_shard(path) for path in paths])
-
-    async def free_nbytes(self) -> int | None:
-        return await self.inner.free_nbytes()
-
-    async def close(self) -> None:
-        await self.inner.close()
 
 
 def _shard(path: str) -> str:

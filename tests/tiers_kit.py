@@ -14,9 +14,10 @@ from tierstore.format.index import TensorEntry
 from tierstore.format.objects import encode_objects
 from tierstore.format.shard import ChunkSpec, plan_shard, tensor_entries
 from tierstore.names import INDEX, MANIFEST, OBJECTS, Attempt, new_save_id, part_name, shard_name
-from tierstore.storage.contract import Capabilities, FileInfo, Listing, Source, Storage
+from tierstore.storage.contract import Storage
 from tierstore.storage.posix import PosixStorage
 from tierstore.storage.sources import BytesSource
+from tierstore.testing.around import AroundStorage, Call
 from tierstore.tiers.commit import commit
 from tierstore.tiers.direct import Refers
 from tierstore.tiers.persist import persist
@@ -170,71 +171,21 @@ def part_path(tiers: Tiers, name: str, attempt: Attempt, rank: int) -> Path:
     return path_of(tiers, name, attempt, part_name(rank))
 
 
-class Hooked:
+class Hooked(AroundStorage):
     """A storage that asks `hook(operation, path)` before every operation; the hook may raise, or wait."""
 
     def __init__(self, inner: Storage, hook: Callable[[str, str], Awaitable[None]]) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.hook = hook
         self.calls: list[tuple[str, str]] = []
-
-    @property
-    def uri(self) -> str:
-        return self.inner.uri
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.inner.capabilities
-
-    def local_path(self, path: str) -> Path | None:
-        return self.inner.local_path(path)
 
     async def _ask(self, operation: str, path: str) -> None:
         self.calls.append((operation, path))
         await self.hook(operation, path)
 
-    async def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        await self._ask("read", path)
-        return await self.inner.read(path, offset, nbytes)
-
-    async def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        await self._ask("read_into", path)
-        await self.inner.read_into(path, offset, buffer)
-
-    async def write(self, path: str, source: Source) -> FileInfo:
-        await self._ask("write", path)
-        return await self.inner.write(path, source)
-
-    async def put(self, path: str, data: bytes) -> FileInfo:
-        await self._ask("put", path)
-        return await self.inner.put(path, data)
-
-    async def create(self, path: str, data: bytes) -> None:
-        await self._ask("create", path)
-        await self.inner.create(path, data)
-
-    async def stat(self, path: str) -> FileInfo:
-        await self._ask("stat", path)
-        return await self.inner.stat(path)
-
-    async def list(self, folder: str = "") -> list[FileInfo]:
-        await self._ask("list", folder)
-        return await self.inner.list(folder)
-
-    async def children(self, folder: str = "") -> Listing:
-        await self._ask("children", folder)
-        return await self.inner.children(folder)
-
-    async def delete(self, paths: Sequence[str]) -> None:
-        await self._ask("delete", ",".join(paths))
-        await self.inner.delete(paths)
-
-    async def free_nbytes(self) -> int | None:
-        await self._ask("free_nbytes", "")
-        return await self.inner.free_nbytes()
-
-    async def close(self) -> None:
-        await self.inner.close()
+    async def around(self, operation: str, path: str, call: Call[T]) -> T:
+        await self._ask(operation, path)
+        return await call()
 
 
 def failing(error: TierStoreError, *operations: str) -> Callable[[Storage], Storage]:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
-from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from collections.abc import Collection, Iterator
+from typing import Literal, TypeVar, get_args
 
 from tierstore.errors import IntegrityError, NotFoundError, OutcomeUnknownError, TemporaryError, TierFullError, UsageError
-from tierstore.storage.contract import Capabilities, FileInfo, Listing, Source, Storage
+from tierstore.storage.contract import FileInfo, Listing, Storage
+from tierstore.testing.around import AroundStorage, Call
 
 __all__ = ["OPERATIONS", "FaultKind", "FaultPlan", "FaultStorage", "HidingStorage", "sweep"]
 
@@ -87,23 +87,12 @@ def sweep(
     raise AssertionError(f"after {limit} plans of {kind!r} the run still meets faults")
 
 
-class FaultStorage:
+class FaultStorage(AroundStorage):
     """A storage in which one operation fails as `plan` says, and all others are those of `inner`."""
 
     def __init__(self, inner: Storage, plan: FaultPlan) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.plan = plan
-
-    @property
-    def uri(self) -> str:
-        return self.inner.uri
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.inner.capabilities
-
-    def local_path(self, path: str) -> Path | None:
-        return self.inner.local_path(path)
 
     async def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         if not self.plan.meets("read", path):
@@ -123,39 +112,12 @@ class FaultStorage:
             return None
         return await self._fail("read_into", path, lambda: self.inner.read_into(path, offset, buffer))
 
-    async def write(self, path: str, source: Source) -> FileInfo:
-        return await self._do("write", path, lambda: self.inner.write(path, source))
-
-    async def put(self, path: str, data: bytes) -> FileInfo:
-        return await self._do("put", path, lambda: self.inner.put(path, data))
-
-    async def create(self, path: str, data: bytes) -> None:
-        await self._do("create", path, lambda: self.inner.create(path, data))
-
-    async def stat(self, path: str) -> FileInfo:
-        return await self._do("stat", path, lambda: self.inner.stat(path))
-
-    async def children(self, folder: str = "") -> Listing:
-        return await self._do("children", folder, lambda: self.inner.children(folder))
-
-    async def delete(self, paths: Sequence[str]) -> None:
-        await self._do("delete", " ".join(paths), lambda: self.inner.delete(paths))
-
-    async def free_nbytes(self) -> int | None:
-        return await self._do("free_nbytes", "", self.inner.free_nbytes)
-
-    async def close(self) -> None:
-        await self.inner.close()
-
-    async def list(self, folder: str = "") -> list[FileInfo]:
-        return await self._do("list", folder, lambda: self.inner.list(folder))
-
-    async def _do(self, operation: str, path: str, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def around(self, operation: str, path: str, call: Call[T]) -> T:
         if not self.plan.meets(operation, path):
             return await call()
         return await self._fail(operation, path, call)
 
-    async def _fail(self, operation: str, path: str, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def _fail(self, operation: str, path: str, call: Call[T]) -> T:
         what = f"{operation} {self.uri}/{path}"
         kind = self.plan.kind
         if kind == "hang":
