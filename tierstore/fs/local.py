@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import aiofiles
+import aiofiles.os
 
 from tierstore.fs.nodes import Node
 from tierstore.fs.tree import Range, Tree
@@ -32,20 +35,19 @@ async def receive_file(tree: Tree, node: Node, target: Any, progress: Callable[[
     is replaced, not written over.
     """
     if not isinstance(target, Path):
-        await _copy(tree, node, target.write, progress)
+        await _copy(tree, node, partial(asyncio.to_thread, target.write), progress)
         return
     temporary = target.with_name(f".{temporary_name('get')}")
-    file = await asyncio.to_thread(temporary.open, "xb")
     try:
-        with file:
+        async with aiofiles.open(temporary, "xb") as file:  # its end waits in a thread, too, for what is buffered still
             await _copy(tree, node, file.write, progress)
-        await asyncio.to_thread(os.replace, temporary, target)
+        await aiofiles.os.replace(temporary, target)
     finally:
         await asyncio.to_thread(temporary.unlink, missing_ok=True)
 
 
-async def _copy(tree: Tree, node: Node, write: Callable[[bytes], object], progress: Callable[[int], object]) -> None:
+async def _copy(tree: Tree, node: Node, write: Callable[[bytes], Awaitable[object]], progress: Callable[[int], object]) -> None:
     for begin in range(0, node.nbytes, _WINDOW_NBYTES):
         data = await tree.read(node, Range(start=begin, end=min(begin + _WINDOW_NBYTES, node.nbytes)))
-        await asyncio.to_thread(write, data)
+        await write(data)
         progress(len(data))
