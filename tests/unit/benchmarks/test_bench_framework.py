@@ -147,7 +147,7 @@ def test_a_planned_suite_is_told_what_time_it_has(tmp_path: Path, monkeypatch: p
     program = tmp_path / "bench_told.py"
     program.write_text("import sys; print(sys.argv[sys.argv.index('--within') + 1])")
     ran = run.run_suite(Suite(name="told", planned=True), [], 100.0, program=program)
-    assert 80 < float(ran.output) < 90, "something is left for the last measurement"
+    assert 60 < float(ran.output) < 75, "something is left for the last measurement"
 
 
 def test_planned_suites_make_do_with_less_where_all_limits_are_too_much() -> None:
