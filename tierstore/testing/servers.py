@@ -34,6 +34,7 @@ __all__ = ["MotoServer", "NamedServer", "S3Server", "SeaweedServer", "embedded_s
 
 _PORTS = range(20000, 30000)  # below Linux's ip_local_port_range, so that no client's port collides
 _SEAWEED_PORTS = 10
+_PORT_TRIES = 3
 
 
 class S3Server(Protocol):
@@ -108,10 +109,11 @@ class _Process(_Endpoint):
 
     def __init__(self, directory: str | os.PathLike[str], port: int | None, access_key: str, secret_key: str, ports: int) -> None:
         self.directory = Path(directory).resolve()
-        self.port = port or _free_ports(ports)
         self.access_key = access_key
         self.secret_key = secret_key
-        self.endpoint_url = f"http://127.0.0.1:{self.port}"
+        self._ports = ports
+        self._tries = 1 if port else _PORT_TRIES
+        self._listen_at(port or _free_ports(ports))
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Any:
@@ -129,26 +131,39 @@ class _Process(_Endpoint):
     def start(self, timeout_s: float = 60) -> None:
         """Starts the server, again on the same port and data after `stop` or `crash`; returns when it answers.
 
+        The first time it takes other ports where one that was free has been taken meanwhile, as by a test beside this one.
+
         Raises:
             TemporaryError: It did not answer within `timeout_s`; the message has the end of its log.
         """
         if self.pid is not None:
             raise UsageError(f"the {self.kind} server at {self.endpoint_url} runs already", hint="stop() or crash() it first")
         self.directory.mkdir(parents=True, exist_ok=True)
-        command = self._command()
         end = time.monotonic() + timeout_s
-        with open(self._log, "ab") as log:
-            self._process = _spawn(command, self._environment(), self.directory, log)
-        while time.monotonic() < end and self._process.poll() is None:
-            if self._answers():
-                return
-            time.sleep(0.02)
+        while True:
+            with open(self._log, "ab") as log:
+                self._process = _spawn(self._command(), self._environment(), self.directory, log)
+            while time.monotonic() < end and self._process.poll() is None:
+                if self._answers():
+                    self._tries = 1  # whoever knows this endpoint finds it there again
+                    return
+                time.sleep(0.02)
+            ended = self._process.poll() is not None
+            self.crash()
+            self._tries -= 1
+            if not (ended and self._tries and time.monotonic() < end):
+                break
+            self._listen_at(_free_ports(self._ports))
         tail = self._log.read_text(errors="replace")[-1500:]
-        self.crash()
+        how = "ended before it answered" if ended else f"did not answer within {timeout_s:g} s"
+        self._tries = 1
         raise TemporaryError(
-            f"the {self.kind} server did not start on {self.endpoint_url} within {timeout_s:g} s: {tail}",
-            hint=f"its whole log is {self._log}",
+            f"the {self.kind} server did not start on {self.endpoint_url}, it {how}: {tail}", hint=f"its whole log is {self._log}"
         )
+
+    def _listen_at(self, port: int) -> None:
+        self.port = port
+        self.endpoint_url = f"http://127.0.0.1:{port}"
 
     def stop(self, timeout_s: float = 20) -> None:
         """Ends the server in order (SIGTERM); idempotent."""
@@ -311,7 +326,7 @@ def find_weed() -> Path | None:
 def _free_ports(count: int) -> int:
     """The first of `count` free ports in a row on 127.0.0.1, at a random place so that parallel workers rarely meet."""
     for _ in range(200):
-        first = random.randrange(_PORTS.start, _PORTS.stop, _SEAWEED_PORTS)
+        first = random.SystemRandom().randrange(_PORTS.start, _PORTS.stop, _SEAWEED_PORTS)  # tests seed the other one, all alike
         taken: list[socket.socket] = []
         try:
             for port in range(first, first + count):

@@ -1,0 +1,52 @@
+"""Servers of tests find ports for themselves, whoever starts others at the same time."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tierstore.errors import TemporaryError
+from tierstore.testing.servers import _get, _Process
+
+
+class Small(_Process):
+    """A server of one port that starts at once."""
+
+    kind = "small"
+
+    def __init__(self, directory: Path, port: int | None = None) -> None:
+        super().__init__(directory, port, "key", "secret", 1)
+
+    def _command(self) -> Sequence[str]:
+        return [sys.executable, "-S", "-m", "http.server", str(self.port), "--bind", "127.0.0.1"]
+
+    def _answers(self) -> bool:
+        return _get(self.endpoint_url)[0] == 200
+
+
+def test_a_port_that_was_taken_meanwhile_is_given_up_for_another_one(tmp_path: Path) -> None:
+    server = Small(tmp_path)
+    first = server.endpoint_url
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", server.port))
+        other.listen()
+        with server:
+            second = server.endpoint_url
+            assert second != first
+            assert _get(second)[0] == 200
+            server.crash()
+            server.start()
+            assert server.endpoint_url == second, "who knows it finds it there again"
+
+
+def test_a_port_that_was_asked_for_is_no_other_one(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        server = Small(tmp_path, other.getsockname()[1])
+        with pytest.raises(TemporaryError, match=r"(?s)it ended before it answered.*in use"):
+            server.start()
