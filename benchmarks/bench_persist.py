@@ -68,7 +68,7 @@ def run(nbytes: int, repeat: int, directory: Path | None, without: Mapping[str, 
             for name, reason in warm[0].failed.items():
                 if name in FRESH:
                     table.fail(name, reason)
-        again = [name for name in turns.costs if name in FRESH and name not in warm[0].failed]
+        again = [name for name in turns.able() if name in FRESH and name not in warm[0].failed]
         for table in fresh:
             for name in again:
                 table.describe(name, kind=sessions.peers[name].kind, note=sessions.peers[name].note)

@@ -54,9 +54,11 @@ def run(nbytes: int, repeat: int, directory: Path | None, without: Mapping[str, 
         os.environ.update(AWS_ACCESS_KEY_ID=options["key"], AWS_SECRET_ACCESS_KEY=options["secret"], AWS_EC2_METADATA_DISABLED="true")
         fact("server", f"{server.kind}, on the same {os.cpu_count()} cores as the client")
         sessions = Sessions(s3.remote_peers(options), root / "peers", [up, down], without)
-        upload(sessions, state, flat, up, repeat, part_of(until, _UPLOAD_PART))
+        saved = upload(sessions, state, flat, up, repeat, part_of(until, _UPLOAD_PART))
+        for name in set(sessions.peers) - set(saved):
+            down.fail(name, "its upload was not measured: nothing to load")
         loaders = Sessions(s3.remote_loaders(options), root / "loaders", [down], without)
-        everything(sessions, loaders, flat, down, repeat, part_of(until, _LOAD_PART))
+        everything(sessions, saved, loaders, flat, down, repeat, part_of(until, _LOAD_PART))
         sessions.close()
         far = slices(options, nbytes, flat[FIRST], repeat, without, until)
     return [up, down, *far]
@@ -67,7 +69,8 @@ def matters(name: str) -> bool:
     return name.startswith(("tierstore", s3.DCP, "boto3", "obstore"))
 
 
-def upload(sessions: Sessions, state: Any, flat: State, table: Table, repeat: int, until: float | None) -> None:
+def upload(sessions: Sessions, state: Any, flat: State, table: Table, repeat: int, until: float | None) -> list[str]:
+    """Measures the uploads; returns whose bytes are in the bucket."""
     turns = Turns(sessions.peers, repeat=repeat, first=matters, until=until)
     for turn, order in turns:
         change(state)
@@ -84,11 +87,14 @@ def upload(sessions: Sessions, state: Any, flat: State, table: Table, repeat: in
 
             turns.attempt(name, [table], measure)
     turns.list_left_out([table])
+    return turns.able()
 
 
-def everything(sessions: Sessions, loaders: Sessions, flat: State, table: Table, repeat: int, until: float | None) -> None:
+def everything(
+    sessions: Sessions, saved: list[str], loaders: Sessions, flat: State, table: Table, repeat: int, until: float | None
+) -> None:
     into = {name: torch.zeros_like(tensor) for name, tensor in flat.items()}
-    owners = {**dict.fromkeys(sessions.peers, sessions), **dict.fromkeys(loaders.peers, loaders)}
+    owners = {**dict.fromkeys(saved, sessions), **dict.fromkeys(loaders.peers, loaders)}
     turns = Turns(owners, repeat=repeat, first=matters, until=until)
     for name in loaders.peers:
         turns.attempt(name, [table], lambda name=name: loaders.get(name)[1].save(flat, 0)())

@@ -84,7 +84,9 @@ class Turns:
         try:
             with deadline(self.limit_s):
                 return work()
-        except Exception as error:  # noqa: BLE001  a contender that can't is part of the result
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001  a contender that can't is part of the result; DCP's own error is no Exception
             self.failed[name] = reason_of(error)
             for table in tables:
                 table.fail(name, self.failed[name])
@@ -99,6 +101,10 @@ class Turns:
             if name not in self.failed and not self._had[name]:
                 for table in tables:
                     table.fail(name, NO_TIME)
+
+    def able(self) -> list[str]:
+        """Who has been measured, or has warmed up, and has not failed."""
+        return [name for name in self.names if name in self.costs and name not in self.failed]
 
     def slow(self, name: str) -> bool:
         """It takes more than `SLOW` times as long as the fastest does."""

@@ -73,6 +73,26 @@ def test_those_that_matter_are_measured_side_by_side_each_turn_another_one_first
     assert {next(name for at, name in run.order if at == turn) for turn in range(2)} == {"ours", "limit"}
 
 
+def test_an_error_that_is_no_exception_is_listed_too_but_not_an_interrupt() -> None:
+    class Checkpoint(BaseException):
+        """As that of torch.distributed.checkpoint."""
+
+    def fail(error: BaseException) -> None:
+        raise error
+
+    table, turns = Table("T", 0, "a"), Turns("ab", repeat=1)
+    assert turns.attempt("a", [table], lambda: fail(Checkpoint("no metadata"))) is None
+    assert table.failed == {"a": "Checkpoint: no metadata"}
+    with pytest.raises(KeyboardInterrupt):
+        turns.attempt("b", [table], lambda: fail(KeyboardInterrupt()))
+
+
+def test_who_was_measured_and_did_not_fail_is_able() -> None:
+    run = Run(27 + SURE * 3 + 5)
+    run.turns.failed["peer"] = "why"
+    assert run.turns.able() == ["ours", "limit", "sluggish"]
+
+
 def test_without_a_limit_only_the_slow_have_fewer() -> None:
     assert Run(None).counted == Run(1000).counted
 
