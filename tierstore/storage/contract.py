@@ -29,6 +29,7 @@ __all__ = [
     "InBlocks",
     "InMemory",
     "InOrder",
+    "KeepsForms",
     "Listing",
     "MadeFrom",
     "MakesBytes",
@@ -414,6 +415,18 @@ class PackedFacts:
     refers_to: tuple[str, ...]
     quantised: Mapping[str, Mapping[str, Any]]
     block_nbytes: int = 1 << 20
+
+
+@runtime_checkable
+class KeepsForms(Protocol):
+    """Beyond the contract: a storage in which a file may lie in more than one form, after several wrote it in different ones."""
+
+    async def keep_one(self, folder: str) -> Sequence[str]:
+        """Removes the forms that readers don't choose of the files in a folder, and returns the paths of these files.
+
+        Another process may remove another form at the same moment: who calls this looks whether each of these files is still there, and
+        writes it anew if not. As all do so, the last one finds or leaves one.
+        """
 
 
 @runtime_checkable

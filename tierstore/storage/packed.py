@@ -9,7 +9,6 @@ gone, or not to fit.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -39,10 +38,9 @@ from tierstore.storage.contract import (
     WritesOn,
 )
 from tierstore.storage.packed_names import Form, StoredNames, form_of_packed, is_packable, shown_as, split
+from tierstore.storage.packed_pieces import read_packed_pieces
 from tierstore.storage.packing_rules import Packing, QuantiseRule
-from tierstore.storage.reading_order import Part, Range, reading_order
 from tierstore.storage.sources import BytesSource
-from tierstore.storage.tasks import all_or_none
 
 if TYPE_CHECKING:  # what moves bytes is loaded when bytes move
     from tierstore.storage._threads import DaemonPool
@@ -62,8 +60,6 @@ _EXACT = PackHints(exact=True)
 _LOOKS = 4
 """So often a shard that somebody replaces meanwhile is looked for anew."""
 _THREADS = 2
-_TAKEN_NBYTES = 8 << 20
-_READINGS = 3
 
 
 class PackedStorage:
@@ -261,8 +257,8 @@ class PackedStorage:
             (packed if is_packed else plain).append(reading)
         if plain:
             await inner.read_pieces(plain)
-        turns = asyncio.Semaphore(_READINGS)
-        await all_or_none([self._read_packed(reading, part, turns) for reading, part in await self._in_order(packed)])
+        if packed:
+            await read_packed_pieces(self, packed)
 
     async def _read_placed(self, inner: ReadsPlaced, reading: Reading) -> bool:
         """`contract.ReadsPlaced`, for files that are not packed; what can't be told, or found, is left to who reads in another way."""
@@ -273,33 +269,6 @@ class PackedStorage:
             except (TierStoreError, OSError):
                 return False
         return await inner.read_placed(reading)
-
-    async def _in_order(self, readings: Sequence[Reading]) -> list[tuple[Reading, Part]]:
-        """What is read at once, each where what it is made from was read just before."""
-        listed: list[Reading] = []
-        ranges: list[Range] = []
-        for reading in readings:
-            step = max(1, _TAKEN_NBYTES // reading.unit) * reading.unit
-            pieces = [(at, min(at + step, end)) for begin, end in reading.ranges for at in range(begin, end, step)]
-            try:
-                made = await self.made_from(reading.path, pieces)
-            except TierStoreError:
-                made = [()] * len(pieces)  # who reads it says so
-            listed += [reading] * len(pieces)
-            ranges += [Range(path=reading.path, begin=begin, end=end, made=m) for (begin, end), m in zip(pieces, made, strict=True)]
-        align = math.lcm(*(reading.unit for reading in readings))
-        return [(listed[part.number], part) for part in reading_order(ranges, align)]
-
-    async def _read_packed(self, reading: Reading, part: Part, turns: asyncio.Semaphore) -> None:
-        async with turns:
-            place = reading.place(part.begin, part.end)
-            memory = memoryview(bytearray(part.end - part.begin)) if place is None else place
-            try:
-                await self.read_into(reading.path, part.begin, memory)
-            except (TierStoreError, OSError) as error:
-                reading.failed(part.begin, part.end, error)
-                return
-            await asyncio.to_thread(reading.take, part.begin, memory, place is not None)
 
     # Writing
 
@@ -329,22 +298,28 @@ class PackedStorage:
         if not is_packable(check_relative(path)):
             return await write(path, source)
         before = await self._names.look(path)
+        form, info = await self._written(path, source, hints, write)
+        if not await self._became(path, form, before):
+            form, info = await self._written(path, source, hints, write)
+            await self._became(path, form, ())  # removes nothing
+        return shown_as(path, form, info)
+
+    async def _written(
+        self, path: str, source: Source, hints: PackHints, write: Callable[[str, Source], Awaitable[FileInfo]]
+    ) -> tuple[Form, FileInfo]:
+        """Writes a shard; the form that it got."""
         if self.packing is None or isinstance(source, Growing):  # a packed file's name tells the length of the raw one
             info = await write(path, source)
-            await self._became(path, Form(path=path, nbytes=info.nbytes, stored_nbytes=info.nbytes, packed=False), before)
-            return info
+            return Form(path=path, nbytes=info.nbytes, stored_nbytes=info.nbytes, packed=False), info
         from tierstore.storage.packing import EncodedSource
 
         await self._mark()
-        form = form_of_packed(path, source.nbytes, None)
         encoded = EncodedSource(source, self.packing, hints, self._encoding(self.packing))
         try:
-            info = await write(form.path, encoded)
+            info = await write(form_of_packed(path, source.nbytes, None).path, encoded)
         finally:
             await encoded.close()
-        form = form_of_packed(path, source.nbytes, info.nbytes)
-        await self._became(path, form, before)
-        return shown_as(path, form, info)
+        return form_of_packed(path, source.nbytes, info.nbytes), info
 
     def _encoding(self, packing: Packing) -> DaemonPool:
         from tierstore.storage._threads import DaemonPool
@@ -354,12 +329,31 @@ class PackedStorage:
             pool = self._encoders = DaemonPool(packing.threads, "tierstore-pack", packing.nice)
         return pool
 
-    async def _became(self, path: str, form: Form, before: Sequence[Form]) -> None:
-        """A form was published; those that there were before go."""
+    async def _became(self, path: str, form: Form, before: Sequence[Form]) -> bool:
+        """A form was published; those that there were before go. False: so did this one, for somebody published another one meanwhile."""
         outdated = await self._names.outdated(path, form, before)
         self._forget_files(form.path, *outdated)
+        if not outdated:
+            return True
+        await self.inner.delete(outdated)
+        try:  # who removes a form looks afterwards: of two that remove each other's the later one sees it
+            await self.inner.stat(form.path)
+        except NotFoundError:
+            self._names.note(path, ())
+            return False
+        return True
+
+    async def keep_one(self, folder: str) -> Sequence[str]:
+        """`contract.KeepsForms`."""
+        shards = [info.path for info in self._names.shown((await self.inner.children(folder)).files, folder) if is_packable(info.path)]
+        forms = {path: self._names.known(path) for path in shards}
+        outdated = {path: [form.path for form in some[1:]] for path, some in forms.items() if len(some) > 1}
         if outdated:
-            await self.inner.delete(outdated)
+            await self.inner.delete([stored for some in outdated.values() for stored in some])
+            for path in outdated:
+                self._forget_files(*(form.path for form in forms[path]))
+                self._names.note(path, ())  # whoever looks next lists the folder
+        return list(outdated)
 
     async def _mark(self) -> None:
         """Before the first packed file there is the marker."""
@@ -382,7 +376,8 @@ class PackedStorage:
         before = await self._names.look(path)
         info = await clone(path, origin, hard=hard)
         if info is not None:
-            await self._became(path, Form(path=path, nbytes=info.nbytes, stored_nbytes=info.nbytes, packed=False), before)
+            form = Form(path=path, nbytes=info.nbytes, stored_nbytes=info.nbytes, packed=False)
+            return info if await self._became(path, form, before) else None
         return info
 
     # Names

@@ -176,8 +176,8 @@ class StoredNames:
     async def outdated(self, path: str, form: Form, before: Sequence[Form]) -> list[str]:
         """The files of the same shard that `form`, which has just been published, makes superfluous; remembers what is there.
 
-        Of two that are published at the same time, in different forms, by different processes, never both are: what is newer by the
-        storage's own clock stays.
+        Of two that are published at the same time, in different forms, by different processes, what is newer by the storage's own clock
+        stays; where nothing was there before, both do, until `KeepsForms.keep_one`.
 
         Args:
             path: The raw path.

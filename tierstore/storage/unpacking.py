@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,15 +20,12 @@ from tierstore.storage.tasks import all_or_none, to_the_end
 from tierstore.storage.unpacking_cache import Blocks, Decoded, Flights, Key
 from tierstore.storage.unpacking_footers import Footers, Known, Part
 from tierstore.storage.unpacking_memory import Frames, Held, Pieces, Sources, Spare, copy_bytes, fill
+from tierstore.storage.unpacking_plan import BATCH_NBYTES, batches, groups, joined, taken_blocks
 
 __all__ = ["Unpacker"]
 
-_BATCH_NBYTES = 8 << 20
-"""Of raw bytes that are read and decoded at once."""
 _BATCHES = 6
 """Of all reads together; what runs need is not counted."""
-_GAP_NBYTES = 128 << 10
-"""Of stored bytes between frames that are read as well rather than asked for apart."""
 _AT_ONCE = 16
 """So many parts of runs are made at once for one batch."""
 _DEEPEST = 8
@@ -92,8 +89,8 @@ class Unpacker:
             async with here.batches:
                 await self._batch(path, known, begin, end, buffer[begin - offset : end - offset], 0, Held(path), proofs)
 
-        with self._decoded.wanting(_taken_blocks(known, offset, offset + buffer.nbytes)):
-            await all_or_none([one(begin, end) for begin, end in _batches(known, offset, offset + buffer.nbytes)])
+        with self._decoded.wanting(taken_blocks(known, offset, offset + buffer.nbytes)):
+            await all_or_none([one(begin, end) for begin, end in batches(known, offset, offset + buffer.nbytes)])
 
     async def made_from(self, path: str, known: Known, begin: int, end: int, depth: int = 1) -> list[MadeFrom]:
         """What of ``[begin, end)`` of a raw shard is made from what: from stored bytes, as far as runs of runs are followed."""
@@ -150,7 +147,7 @@ class Unpacker:
         numbers = range(begin // size, -(-end // size))
         taken = [number for number in numbers if known.is_taken_from(*known.block(number))]
         parts = {n: list(known.parts(max(begin, known.block(n)[0]), min(end, known.block(n)[1]))) for n in numbers}
-        left = iter(_joined(parts))
+        left = iter(joined(parts))
         there: Blocks = {}
 
         async def shared() -> None:
@@ -179,7 +176,7 @@ class Unpacker:
 
         with Sources(held) as sources, Frames(self._here().spare) as frames:
             jobs: list[Awaitable[None]] = [shared()] if taken else []
-            jobs += [self._frames(known, group, frames) for group in _groups(known, [n for n in numbers if n not in set(taken)])]
+            jobs += [self._frames(known, group, frames) for group in groups(known, sorted({*numbers} - {*taken}))]
             jobs += [made() for _ in range(min(_AT_ONCE, sum(map(len, parts.values()))))]
             await all_or_none(jobs)
             await self._in_threads(work, numbers)
@@ -276,7 +273,7 @@ class Unpacker:
                 load()
             else:
                 group.append(number)
-                if len(group) * size >= _BATCH_NBYTES:
+                if len(group) * size >= BATCH_NBYTES:
                     load()
         load()
         for blocks in await all_or_none([flights.wait(task) for task in tasks]):
@@ -292,7 +289,7 @@ class Unpacker:
         else:
             packed = known
             with Frames(self._here().spare) as frames:
-                await all_or_none([self._frames(packed, group, frames) for group in _groups(packed, numbers)])
+                await all_or_none([self._frames(packed, group, frames) for group in groups(packed, numbers)])
                 await self._in_threads(lambda number: self._decode(path, packed, number, frames, blocks[number]), numbers)
         for key in keys:
             self._decoded.put(key, blocks[key[2]])
@@ -330,54 +327,6 @@ class _Here:
         self.batches = asyncio.Semaphore(_BATCHES)
         self.spare = Spare()
         self.flights = Flights()
-
-
-def _joined(parts: Mapping[int, Sequence[Part]]) -> list[tuple[Part, list[Part]]]:
-    """The parts of many blocks, in one where they are of one run; each with those that it is of."""
-    joined: list[tuple[Part, list[Part]]] = []
-    for part in (part for some in parts.values() for part in some):
-        last, members = joined[-1] if joined else (None, [])
-        if (
-            last is not None
-            and (last.end, last.kind, last.file) == (part.begin, part.kind, part.file)
-            and last.source <= part.source <= last.source_end
-        ):
-            members.append(part)
-            joined[-1] = replace(last, end=part.end, source_end=max(last.source_end, part.source_end)), members
-        else:
-            joined.append((part, [part]))
-    return joined
-
-
-def _batches(known: Known, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Ranges that are read and decoded at once: whole blocks, but for the ends."""
-    step = max(1, _BATCH_NBYTES // known.footer.block_nbytes) * known.footer.block_nbytes
-    while begin < end:
-        until = min(end, (begin // known.footer.block_nbytes) * known.footer.block_nbytes + step)
-        yield begin, until
-        begin = until
-
-
-def _taken_blocks(known: Known, begin: int, end: int) -> list[Key]:
-    """The blocks of the file itself that runs in ``[begin, end)`` take bytes from."""
-    size = known.footer.block_nbytes
-    own = [part for part in known.parts(begin, end) if part.file == 0]
-    numbers = dict.fromkeys(number for part in own for number in range(part.source // size, -(-part.source_end // size)))
-    return [(known.form.path, known.digest, number) for number in numbers]
-
-
-def _groups(known: Known, numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """The extents of the packed file that have the frames of these blocks."""
-    extents: list[tuple[int, int]] = []
-    for number in numbers:
-        begin, end = known.frame(number)
-        if begin == end:
-            continue
-        if extents and begin - extents[-1][1] <= _GAP_NBYTES:
-            extents[-1] = extents[-1][0], end
-        else:
-            extents.append((begin, end))
-    return extents
 
 
 class _Proofs:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tierstore.crashpoints import reach
-from tierstore.errors import ConflictError, IntegrityError, RefusedError, StorageError
+from tierstore.errors import ConflictError, IntegrityError, NotFoundError, RefusedError, StorageError
 from tierstore.format.index import FileEntry, Index, decode_index
 from tierstore.format.manifest import FileRecord, Manifest, decode_manifest
 from tierstore.format.record import Record
-from tierstore.names import MANIFEST
-from tierstore.storage.contract import FileInfo, WritesPacked
+from tierstore.names import MANIFEST, Attempt
+from tierstore.storage.contract import FileInfo, KeepsForms, Storage, WritesPacked
+from tierstore.storage.packed import PACKED_MARKER, PackedStorage
 from tierstore.storage.tasks import all_or_none
 from tierstore.tiers.copying import CopyContext, OnDamage, Proof, copy_document, copy_file, read_document
 from tierstore.tiers.log import append, files_told, taken_told
@@ -141,6 +142,8 @@ async def copy_payload(
         )
 
     copied = dict(await all_or_none([shard(file) for file in shards]))
+    if missing or isinstance(target.storage, KeepsForms):
+        copied.update(await _keep_one_form(target.storage, attempt, shards, shard))
     quantised = None
     if wanted.scheme or again:
         lossy = await lossy_files(target, attempt, [file.name for file in shards])
@@ -162,6 +165,36 @@ async def copy_payload(
     copied[MANIFEST] = await _copy_manifest(context, view, target)
     target.account.written(promise, sum(info.taken_nbytes for name, info in copied.items() if name in missing))
     return Copied(files=copied, quantised=quantised)
+
+
+async def _keep_one_form(
+    storage: Storage,
+    attempt: Attempt,
+    shards: Sequence[FileEntry],
+    copy: Callable[[FileEntry], Awaitable[tuple[str, FileInfo]]],
+) -> dict[str, FileInfo]:
+    """Another process, with another codec, may have copied the same shards at the same time: one form of each stays.
+
+    What is told of those of which one was removed, which are written anew should none be left.
+    """
+    if not isinstance(storage, KeepsForms):  # opened before anybody packed there
+        try:
+            await storage.stat(PACKED_MARKER)
+        except NotFoundError:
+            return {}
+        storage = PackedStorage(storage, None)
+    files, told = {attempt.path(file.name): file for file in shards}, dict[str, FileInfo]()
+    for _ in range(_TRIES):
+        changed = [files[path] for path in await storage.keep_one(attempt.folder) if path in files]
+        if not changed:
+            break
+        log.info("checkpoint=%s shards=%d lay there in two forms, of which one was removed", attempt.folder, len(changed))
+        for file in changed:
+            try:
+                told[file.name] = await storage.stat(attempt.path(file.name))
+            except NotFoundError:
+                told.update([await copy(file)])
+    return told
 
 
 async def record_replica(context: CopyContext, view: AttemptView, target: Tier, copied: Copied) -> bool:
