@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -98,6 +98,25 @@ def run_forked(
         assert not late, f"a child had not ended after {timeout_s:.0f} s:\n{told[0]}\n{told[1]}"
         assert process.exitcode is not None
         return CompletedProcess(args=["python", "-c", code, *arguments], returncode=process.exitcode, stdout=told[0], stderr=told[1])
+
+
+def end_of(target: Callable[..., None], *arguments: object) -> int | None:
+    """The exit status of a process that is a fork of the server and calls ``target(*arguments)``; killed after 200 seconds."""
+    child = SERVER.Process(target=target, args=arguments)
+    child.start()
+    child.join(200)
+    if child.is_alive():
+        child.kill()
+        child.join()
+    return child.exitcode
+
+
+def set_out(environment: Mapping[str, str], errors: str) -> None:
+    """First of all in a fork of the server: standard error goes to the file `errors`, and `environment` counts, TIERSTORE_CRASH_AT too."""
+    fd = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, 2)
+    os.environ.update(environment)
+    importlib.reload(crashpoints)  # it was imported before the environment named a point; `reach` sees what is read now
 
 
 def run_tierstore(*arguments: str, env: Mapping[str, str] | None = None, merged: bool = False) -> CompletedProcess[str]:

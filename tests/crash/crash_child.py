@@ -5,7 +5,6 @@ The harness forks it from a server that has imported torch, and tells it where t
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from collections.abc import Mapping
@@ -13,9 +12,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from fork_kit import set_out
 
 import tierstore
-from tierstore import crashpoints
 
 
 def state_of(step: int, nbytes: int) -> dict[str, Any]:
@@ -48,9 +47,6 @@ def train(plan: Mapping[str, Any]) -> None:
 def main(plan: Mapping[str, Any], environment: Mapping[str, str], output: Connection, errors: str) -> None:
     """The process: what it prints goes to `output`, its complaints to the file `errors`."""
     os.dup2(output.fileno(), 1)
-    fd = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(fd, 2)
-    os.environ.update(environment)
-    importlib.reload(crashpoints)  # it was imported before the environment named a point; `reach` sees what is read now
+    set_out(environment, errors)
     torch.set_num_threads(1)
     train(plan)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import os
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from pathlib import Path
 
+from collection_kit import later
+from fork_kit import set_out
 from retention_kit import NAMES, RUN, client_tiers, housekeeping, policy_of, save_id_at
 from stepping_kit import START
-from tiers_kit import SteppedClock
 
-from tierstore import crashpoints
 from tierstore.names import Attempt
 from tierstore.storage.packed import PackedStorage, Packing
 from tierstore.storage.posix import PosixStorage
@@ -25,13 +23,6 @@ from tierstore.tiers.tier import Tiers
 
 POLICY = policy_of({"last": 1}, min_age_s=1.0, undelete_window_s=1.0, orphan_grace_s=60.0, max_clock_skew_s=1.0)
 BASE, REFERRER, OTHER = (Attempt(run=RUN, step=step, save_id=save_id_at(START + timedelta(seconds=step), 0)) for step in (1, 7, 9))
-
-
-def later() -> SteppedClock:
-    """Thirty hours from now: the files' real times are past every grace."""
-    clock = SteppedClock()
-    clock.wall = datetime.now(timezone.utc) + timedelta(hours=30)
-    return clock
 
 
 def tiers_on(root: Path) -> Tiers:
@@ -53,8 +44,5 @@ async def work(root: Path) -> None:
 
 def main(root: str, environment: Mapping[str, str], errors: str) -> None:
     """The process."""
-    fd = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(fd, 2)
-    os.environ.update(environment)
-    importlib.reload(crashpoints)  # it was imported before the environment named a point; `reach` sees what is read now
+    set_out(environment, errors)
     asyncio.run(work(Path(root)))

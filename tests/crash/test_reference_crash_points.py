@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import reference_child
-from fork_kit import SERVER
+from collection_kit import later
+from fork_kit import end_of
 from packed_kit import save_lora
-from reference_child import BASE, OTHER, POLICY, REFERRER, later, tiers_on, work
+from reference_child import BASE, OTHER, POLICY, REFERRER, tiers_on, work
 from retention_kit import RUN, housekeeping, info_of, load_whole
 
 from tierstore.crashpoints import CRASH_EXIT, CRASH_POINTS
@@ -39,16 +39,6 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("filled")
     asyncio.run(build(root))
     return root
-
-
-def run_child(root: Path, env: Mapping[str, str], errors: Path) -> int | None:
-    child = SERVER.Process(target=reference_child.main, args=(str(root), dict(env), str(errors)))
-    child.start()
-    child.join(200)
-    if child.is_alive():
-        child.kill()
-        child.join()
-    return child.exitcode
 
 
 async def finish(root: Path) -> None:
@@ -78,7 +68,7 @@ async def only_far(root: Path) -> CheckpointInfo:
 def test_whoever_dies_at_any_point_the_referrer_is_whole_and_in_the_end_all_goes(point: str, filled: Path, tmp_path: Path) -> None:
     root = tmp_path / "store"
     shutil.copytree(filled, root)
-    status = run_child(root, {"TIERSTORE_CRASH_AT": point}, tmp_path / "errors")
+    status = end_of(reference_child.main, str(root), {"TIERSTORE_CRASH_AT": point}, str(tmp_path / "errors"))
     assert status == CRASH_EXIT, (tmp_path / "errors").read_text()
 
     async def look() -> None:
@@ -93,7 +83,8 @@ def test_whoever_dies_at_any_point_the_referrer_is_whole_and_in_the_end_all_goes
 def test_every_point_of_references_is_reached(filled: Path, tmp_path: Path) -> None:
     root = tmp_path / "store"
     shutil.copytree(filled, root)
-    assert run_child(root, {"TIERSTORE_CRASH_LOG": str(tmp_path / "passed")}, tmp_path / "errors") == 0, (tmp_path / "errors").read_text()
+    status = end_of(reference_child.main, str(root), {"TIERSTORE_CRASH_LOG": str(tmp_path / "passed")}, str(tmp_path / "errors"))
+    assert status == 0, (tmp_path / "errors").read_text()
     passed = set((tmp_path / "passed").read_text().split())
     assert len(POINTS) == 4
     assert {*POINTS, *BESIDE} <= passed

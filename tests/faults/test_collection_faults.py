@@ -5,94 +5,36 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Mapping
-from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
+from collection_kit import KEPT, NEWEST, build, finish, tidy
 from retention_kit import (
     NAMES,
-    RUN,
     Truth,
     check_alone,
     check_step,
     client_tiers,
     files_of_storages,
     garbage,
-    housekeeping,
     load_whole,
-    persist_small,
-    policy_of,
-    save_id_at,
-    save_small,
 )
-from stepping_kit import START, MemoryStorage, run_virtually
-from tiers_kit import SteppedClock
+from stepping_kit import MemoryStorage, run_virtually
 
 from tierstore.errors import TierStoreError
-from tierstore.names import Attempt
 from tierstore.storage.contract import Storage
 from tierstore.storage.posix import PosixStorage
 from tierstore.storage.s3 import S3Storage
 from tierstore.testing.faults import FaultKind, FaultPlan, FaultStorage
-from tierstore.tiers.catalog import scan
-from tierstore.tiers.gc.collect import collect
-from tierstore.tiers.gc.evict import evict
-from tierstore.tiers.gc.prune import prune
-from tierstore.tiers.promote import promote, reconcile
 
 KINDS: tuple[FaultKind, ...] = ("error_before", "error_after", "short_read", "bit_flip", "no_space", "cancel")
 NEVER = 1_000_000
-POLICY = policy_of(
-    {"last": 2}, min_age_s=1.0, undelete_window_s=1.0, orphan_grace_s=60.0, max_clock_skew_s=1.0, tiers={"node": {"keep": [{"last": 1}]}}
-)
-VICTIM, KEPT, NEWEST, ORPHAN = (
-    Attempt(run=RUN, step=step, save_id=save_id_at(START + timedelta(seconds=step), 0)) for step in (1, 7, 9, 5)
-)
-
-
-def later() -> SteppedClock:
-    clock = SteppedClock()
-    clock.wall = datetime.now(timezone.utc) + timedelta(hours=30)
-    return clock
-
-
-async def build(storages: Mapping[str, Storage]) -> None:
-    tiers = client_tiers(storages)
-    for attempt in (VICTIM, KEPT, NEWEST):
-        await save_small(tiers, attempt, tier="node")
-    await reconcile(tiers, RUN, clock=SteppedClock())
-    for attempt in (VICTIM, KEPT, NEWEST):
-        await promote(tiers, attempt, "far", clock=SteppedClock())
-    await persist_small(tiers, ORPHAN, 0, world_size=2)
-
-
-async def tidy(storages: Mapping[str, Storage]) -> list[TierStoreError]:
-    """Decides, frees and evicts; returns what it was told."""
-    told: list[TierStoreError] = []
-    tiers = client_tiers(storages)
-    keeper = housekeeping(tiers, POLICY, later())
-    try:
-        await prune(keeper)
-        told += [failed.error for failed in (await collect(keeper, now=True)).failed]
-        info = next((c for c in (await scan(tiers, RUN)).checkpoints if c.attempt == KEPT), None)
-        if info is not None and "far" not in info.dropped:
-            await evict(keeper, info, "far", reason="by hand")
-    except TierStoreError as error:
-        told.append(error)
-    return told
-
-
-async def finish(storages: Mapping[str, Storage]) -> None:
-    keeper = housekeeping(client_tiers(storages), POLICY, later())
-    for _ in range(2):
-        report = await collect(keeper, now=True)
-        assert not report.failed, report.failed
 
 
 async def meet(storages: Mapping[str, Storage], plan: FaultPlan) -> None:
     """One housekeeping that meets a fault, and the next one, which does not; the promises after each."""
     before = Truth(await files_of_storages(storages))
-    task = asyncio.ensure_future(tidy({name: FaultStorage(storage, plan) for name, storage in storages.items()}))
+    task = asyncio.ensure_future(tidy(client_tiers({name: FaultStorage(storage, plan) for name, storage in storages.items()})))
     await asyncio.wait({task})
     told = [] if task.cancelled() else task.result()
     what = f"{plan.kind} {plan.nth}: {plan.fired}; told {told}"
@@ -102,7 +44,7 @@ async def meet(storages: Mapping[str, Storage], plan: FaultPlan) -> None:
     try:
         check_step(before, met)
         await check_alone(storages, met)
-        await finish(storages)
+        await finish(client_tiers(storages))
         done = Truth(await files_of_storages(storages))
         check_step(met, done)
         assert not garbage(done), garbage(done)
@@ -121,14 +63,14 @@ def numbers_of(count: int, many: int, kind: str) -> list[int]:
 
 def counted(storages: Mapping[str, Storage], kind: FaultKind, run: Any) -> int:
     plan = FaultPlan(kind, NEVER)
-    assert run(tidy({name: FaultStorage(storage, plan) for name, storage in storages.items()})) == []
+    assert run(tidy(client_tiers({name: FaultStorage(storage, plan) for name, storage in storages.items()}))) == []
     return plan.count
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_fails_in_a_housekeeping_loses_nothing_and_the_next_one_finishes(kind: FaultKind, long_run: bool) -> None:
     built: dict[str, Storage] = {name: MemoryStorage(f"memory://{name}") for name in NAMES}
-    run_virtually(build(built))
+    run_virtually(build(client_tiers(built)))
 
     def copies() -> dict[str, Storage]:
         return {name: MemoryStorage(storage.uri, storage.files) for name, storage in built.items() if isinstance(storage, MemoryStorage)}
@@ -149,10 +91,10 @@ def test_whatever_fails_in_a_housekeeping_on_folders_and_a_real_server_is_finish
         storages: dict[str, Storage] = {name: PosixStorage(tmp_path / place / name, durable=False) for name in ("node", "shared")}
         storages["far"] = S3Storage(f"{s3_bucket}/{place}", s3_options)
         try:
-            await build(storages)
+            await build(client_tiers(storages))
             if plan is None:
                 counting = FaultPlan(kind, NEVER)
-                assert await tidy({name: FaultStorage(storage, counting) for name, storage in storages.items()}) == []
+                assert await tidy(client_tiers({name: FaultStorage(storage, counting) for name, storage in storages.items()})) == []
                 return counting.count
             await meet(storages, plan)
             return 0
