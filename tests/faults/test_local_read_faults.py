@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from posix_kit import BrokenShards
 from tiers_kit import BLOCK, attempt_at, copy_to, path_of, run, save, shard_of, tiers_in
 
 from tierstore.errors import DeadlineError, StorageError
@@ -172,16 +173,7 @@ def test_four_failures_in_a_row_end_the_attempt_and_fewer_do_not() -> None:
 
 
 def test_a_broken_disk_is_asked_four_times_for_what_lies_apart_and_the_rest_is_read_elsewhere(tmp_path: Path, tiers: Tiers) -> None:
-    class Failing(OsSyscalls):
-        reads = 0
-
-        def preadv(self, fd: int, buffer: memoryview, offset: int, flags: int = 0) -> int:
-            if "shard" in os.readlink(f"/proc/self/fd/{fd}"):
-                self.reads += 1
-                raise OSError(errno.EIO, "broken")
-            return super().preadv(fd, buffer, offset, flags)
-
-    broken = Failing()
+    broken = BrokenShards()
     object.__setattr__(tiers.tiers[0], "storage", PosixStorage(tmp_path / "node", durable=False, threads=1, syscalls=broken))
     numbers = range(0, len(DATA) // BLOCK, 2)
     buffers = [bytearray(10) for _ in numbers]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from posix_kit import SlowReads, cancel_within
 
 from tierstore.errors import AccessError, DeadlineError, IntegrityError, StorageError, TierFullError, TierStoreError
 from tierstore.storage._calls import all_of
@@ -288,25 +289,11 @@ def test_a_cancelled_write_closes_no_descriptor_under_a_running_call(tmp_path: P
 
 def test_a_cancelled_read_leaves_the_memory_alone_once_it_has_ended(tmp_path: Path) -> None:
     """A thread that was still reading filled the buffer later, when its owner may have put other bytes there."""
-    reading, go = threading.Event(), threading.Event()
-
-    class SlowReads(OsSyscalls):
-        def preadv(self, fd: int, buffer: memoryview, offset: int, flags: int = 0) -> int:
-            reading.set()
-            go.wait(60)
-            return super().preadv(fd, buffer, offset, flags)
-
     (tmp_path / "file").write_bytes(b"x" * 4096)
 
     async def work() -> None:
-        buffer = bytearray(4096)
-        read = asyncio.ensure_future(PosixStorage(tmp_path, syscalls=SlowReads()).read_into("file", 0, memoryview(buffer)))
-        assert await asyncio.to_thread(reading.wait, 20)
-        read.cancel()
-        assert not (await asyncio.wait({read}, timeout=0.05))[0], "it ended while a thread could still write into the buffer"
-        go.set()
-        assert (await asyncio.wait({read}, timeout=20))[0]
-        assert read.cancelled()
+        slow = SlowReads()
+        await cancel_within(PosixStorage(tmp_path, syscalls=slow).read_into("file", 0, memoryview(bytearray(4096))), slow)
 
     asyncio.run(work())
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from posix_kit import SlowReads, cancel_within, has_direct
 
 from tierstore.errors import AccessError, IntegrityError, NotFoundError, StorageError, UsageError
 from tierstore.storage import _reading
@@ -82,15 +83,6 @@ def evict(path: Path) -> None:
     os.fdatasync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
-
-
-def has_direct(folder: Path) -> bool:
-    (folder / "try").write_bytes(b"")
-    try:
-        os.close(os.open(folder / "try", os.O_RDWR | os.O_DIRECT))
-    except OSError:
-        return False
-    return True
 
 
 def read(storage: PosixStorage, offset: int, buffer: memoryview, prove: Callable[[int, memoryview], None], unit: int = MIB) -> None:
@@ -249,14 +241,6 @@ def test_whatever_the_disk_refuses_is_an_error_and_short_reads_are_continued(tmp
 
 @pytest.mark.parametrize("cold", [True, False])
 def test_a_cancelled_read_leaves_the_memory_alone_once_it_has_ended(tmp_path: Path, cold: bool) -> None:
-    reading, go = threading.Event(), threading.Event()
-
-    class SlowReads(OsSyscalls):
-        def preadv(self, fd: int, buffer: memoryview, offset: int, flags: int = 0) -> int:
-            reading.set()
-            go.wait(60)
-            return super().preadv(fd, buffer, offset, flags)
-
     data = pattern(8 * MIB)
     (tmp_path / "file").write_bytes(data)
     if cold:
@@ -264,14 +248,9 @@ def test_a_cancelled_read_leaves_the_memory_alone_once_it_has_ended(tmp_path: Pa
 
     async def work() -> None:
         buffer, noted = bytearray(len(data)), Noted(data)
-        storage = PosixStorage(tmp_path, syscalls=SlowReads())
-        task = asyncio.ensure_future(storage.read_proved("file", 0, memoryview(buffer), noted))
-        assert await asyncio.to_thread(reading.wait, 20)
-        task.cancel()
-        assert not (await asyncio.wait({task}, timeout=0.05))[0], "it ended while a thread could still write into the buffer"
-        go.set()
-        assert (await asyncio.wait({task}, timeout=20))[0]
-        assert task.cancelled()
+        slow = SlowReads()
+        storage = PosixStorage(tmp_path, syscalls=slow)
+        await cancel_within(storage.read_proved("file", 0, memoryview(buffer), noted), slow)
         assert noted.pieces == []
         await storage.close()
 

@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from posix_kit import has_direct
 
 from tierstore.crashpoints import CRASH_EXIT
 from tierstore.errors import AccessError, NotFoundError, StorageError, UsageError
@@ -58,15 +59,6 @@ class CountingSyscalls(OsSyscalls):
         super().fsync_folder(path)
 
 
-def _has_direct(folder: Path) -> bool:
-    (folder / "try").write_bytes(b"")
-    try:
-        os.close(os.open(folder / "try", os.O_RDWR | os.O_DIRECT))
-    except OSError:
-        return False
-    return True
-
-
 def _mapped(data: bytes) -> mmap.mmap:
     memory = mmap.mmap(-1, len(data))
     memory[:] = data
@@ -82,7 +74,7 @@ def test_the_address_of_a_view_is_that_of_its_first_byte() -> None:
 
 
 def test_aligned_memory_goes_past_the_page_cache_both_ways(tmp_path: Path) -> None:
-    if not _has_direct(tmp_path):
+    if not has_direct(tmp_path):
         pytest.skip(f"the file system of {tmp_path} has no O_DIRECT: run with --basetemp on a disk")
     data = pattern(17 * MIB + 1234)
     syscalls = CountingSyscalls()

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from posix_kit import BrokenShards
 from tiers_kit import BLOCK, attempt_at, copy_to, flip, path_of, run, save, shard_of, tiers_in
 
 from tierstore.errors import IntegrityError
 from tierstore.names import shard_name
-from tierstore.storage._syscalls import OsSyscalls
 from tierstore.storage.posix import PosixStorage
 from tierstore.tiers import nearby
 from tierstore.tiers.catalog import CheckpointInfo, scan
@@ -139,16 +137,7 @@ def test_bad_everywhere_is_an_error_that_names_each_tier(tiers: Tiers) -> None:
 
 
 def test_what_a_disk_fails_to_read_is_noted_once_and_read_elsewhere(tmp_path: Path, tiers: Tiers) -> None:
-    class Failing(OsSyscalls):
-        reads = 0
-
-        def preadv(self, fd: int, buffer: memoryview, offset: int, flags: int = 0) -> int:
-            if "shard" in os.readlink(f"/proc/self/fd/{fd}"):
-                self.reads += 1
-                raise OSError(errno.EIO, "broken")
-            return super().preadv(fd, buffer, offset, flags)
-
-    broken, buffers = Failing(), [bytearray(10) for _ in range(8)]
+    broken, buffers = BrokenShards(), [bytearray(10) for _ in range(8)]
     storage = PosixStorage(tmp_path / "node", durable=False, threads=1, syscalls=broken)
     object.__setattr__(tiers.tiers[0], "storage", storage)
     far_apart = [Want(FILE, at * BLOCK, memoryview(buffer)) for at, buffer in enumerate(buffers)]
