@@ -26,6 +26,8 @@ __all__ = ["CuttingProxy", "LatencyProxy", "Rule"]
 Action = Literal["cut-before", "cut-after", "cut-body", "stall", "answer", "hold"]
 _HEAD_LIMIT = 1 << 20
 _PIECE_NBYTES = 1 << 16
+_PATIENCE_S = 60
+"""How long the proxy's own thread may take to begin and to end, in seconds: on a busy machine too."""
 
 
 @dataclass(kw_only=True)
@@ -105,16 +107,16 @@ class CuttingProxy:
         self._thread.start()
         self._server = asyncio.run_coroutine_threadsafe(
             asyncio.start_server(self._accept, "127.0.0.1", 0, limit=_HEAD_LIMIT), self._loop
-        ).result(10)
+        ).result(_PATIENCE_S)
         self.endpoint_url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for rule in self._rules:
             rule.release()
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(_PATIENCE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(_PATIENCE_S)
         self._loop.close()
 
     def add(self, rule: Rule) -> Rule:
@@ -123,7 +125,9 @@ class CuttingProxy:
         return rule
 
     def clear(self) -> None:
-        """Removes all rules and counts."""
+        """Removes all rules and counts; what a rule holds goes on."""
+        for rule in self._rules:
+            rule.release()
         self._rules.clear()
         self.requests.clear()
         self.body_nbytes = 0
