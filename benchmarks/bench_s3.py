@@ -66,7 +66,7 @@ def run(nbytes: int, repeat: int, directory: Path | None, without: Mapping[str, 
 
 def matters(name: str) -> bool:
     """Limits, tierstore, and whom the targets name have their turns first."""
-    return name.startswith(("tierstore", s3.DCP, "boto3", "obstore"))
+    return name.startswith(("tierstore", s3.DCP, s3.CONNECTOR, "boto3", "obstore"))
 
 
 def upload(sessions: Sessions, state: Any, flat: State, table: Table, repeat: int, until: float | None) -> list[str]:
