@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -186,6 +187,33 @@ class Hooked(AroundStorage):
     async def around(self, operation: str, path: str, call: Call[T]) -> T:
         await self._ask(operation, path)
         return await call()
+
+
+class Gate:
+    """A hook that holds back some operations until it is opened, or lets them fail."""
+
+    def __init__(self, *operations: str, error: Callable[[], TierStoreError] | None = None, matching: str = "") -> None:
+        self.operations = operations
+        self.matching = matching
+        self.error = error
+        self.open = threading.Event()
+        self.reached = threading.Event()
+        self.before: Gate | None = None
+        """The gate whose place it took: operations may still wait at that one."""
+
+    def let_through(self) -> None:
+        self.open.set()
+        if self.before is not None:
+            self.before.let_through()
+
+    async def __call__(self, operation: str, path: str) -> None:
+        if operation not in self.operations or self.matching not in path or self.open.is_set():
+            return
+        self.reached.set()
+        if self.error is None:
+            await asyncio.to_thread(self.open.wait, 120)
+        if self.error is not None:  # perhaps only since it waits
+            raise self.error()
 
 
 def failing(error: TierStoreError, *operations: str) -> Callable[[Storage], Storage]:

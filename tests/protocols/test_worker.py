@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiers_kit import SteppedClock
+from tiers_kit import Gate, SteppedClock
 
 from tierstore.clock import Clock
 from tierstore.errors import (
@@ -26,7 +26,6 @@ from tierstore.errors import (
     StorageError,
     TemporaryError,
     TierFullError,
-    TierStoreError,
 )
 from tierstore.names import Attempt, part_name
 from tierstore.testing.flows import HookedStorage, LoopSession, folder_tiers, new_attempt, save_job, shard_bytes
@@ -68,32 +67,6 @@ def let_through(session: LoopSession) -> None:
 
 async def passing(operation: str, path: str) -> None:
     """Lets everything through."""
-
-
-class Gate:
-    """A hook that holds back some operations until it is opened, or lets them fail."""
-
-    def __init__(self, *operations: str, error: Callable[[], TierStoreError] | None = None, matching: str = "") -> None:
-        self.operations = operations
-        self.matching = matching
-        self.error = error
-        self.open = threading.Event()
-        self.reached = threading.Event()
-        self.before: Gate | None = None
-        """The gate whose place it took: operations may still wait at that one."""
-
-    def let_through(self) -> None:
-        self.open.set()
-        if self.before is not None:
-            self.before.let_through()
-
-    async def __call__(self, operation: str, path: str) -> None:
-        if operation not in self.operations or self.matching not in path or self.open.is_set():
-            return
-        self.reached.set()
-        if self.error is not None:
-            raise self.error()
-        await asyncio.to_thread(self.open.wait, 120)
 
 
 def hook(session: LoopSession, name: str, gate: Gate) -> Gate:

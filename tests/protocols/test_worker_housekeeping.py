@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 from folder_kit import files_below
-from tiers_kit import SteppedClock
+from tiers_kit import Gate, SteppedClock
 
 from tierstore.config_models import StoreConfig
-from tierstore.errors import RefusedError, StorageError, TierFullError, TierStoreError
+from tierstore.errors import RefusedError, StorageError, TierFullError
 from tierstore.names import Attempt, new_save_id
 from tierstore.testing.flows import HookedStorage, LoopSession, folder_tiers, save_job
 from tierstore.tiers.catalog import scan
@@ -87,26 +87,6 @@ class Run:
         storage = self.session.tiers.get(tier).storage
         assert isinstance(storage, HookedStorage)
         return storage.calls
-
-
-class Gate:
-    """Holds some operations back until it is opened, or lets them fail."""
-
-    def __init__(self, *operations: str, matching: str = "", error: Callable[[], TierStoreError] | None = None) -> None:
-        self.operations = operations
-        self.matching = matching
-        self.error = error
-        self.open = threading.Event()
-        self.reached = threading.Event()
-
-    async def __call__(self, operation: str, path: str) -> None:
-        if operation not in self.operations or self.matching not in path or self.open.is_set():
-            return
-        self.reached.set()
-        if self.error is None:
-            await asyncio.to_thread(self.open.wait, 120)
-        if self.error is not None:
-            raise self.error()
 
 
 @contextmanager
