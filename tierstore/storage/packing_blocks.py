@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tierstore.format.digest import BLOCK_NBYTES
-from tierstore.format.packed.frame import FrameEncoder, decode_frame, is_lossy
+from tierstore.format.packed.frame import FrameEncoder, is_lossy
 from tierstore.format.packed.layout import holes_of, pieces_of
 from tierstore.format.packed.rounding import is_rounding
 from tierstore.format.packed.types import Piece, Run, Stretch
+from tierstore.format.quantise import decode_moment
 from tierstore.storage.contract import Unchanged
 from tierstore.storage.packing_extras import Extra, covering
 from tierstore.storage.packing_masters import Master
@@ -165,38 +166,40 @@ class BlockEncoder:
         holes = holes_of(runs, begin, end)
         pieces: list[Piece] = []
         zeros = {}
-        quantised: list[tuple[Piece, Stretch]] = []
+        coded: dict[int, bytes] = {}
+        quantised: list[tuple[int, Piece, Stretch]] = []
         for piece, stretch in pieces_of(self._stretches, begin, end, holes):
             how = self._moments.quantised(piece, stretch, begin)
             if how is not None:
                 zero = zero_mask(self._moments.second_of(piece, stretch, begin, extras)) if how.kind == "first" else None
                 if zero is not None:
                     zeros[len(pieces)] = zero
+                before = self._moments.coded(piece, stretch, begin) if how.kind == "second" else None
+                if before is not None:
+                    coded[len(pieces)] = before
                 piece = replace(piece, quantised=how)
-                quantised.append((piece, stretch))
+                quantised.append((len(pieces), piece, stretch))
             pieces.append(piece)
-        frame = self._encoder.encode(block, pieces, zeros)
+        frame = self._encoder.encode(block, pieces, zeros, coded)
         if not quantised or not measure or not is_lossy(frame):
             return EncodedBlock(frame=frame, runs=runs, differs=differs)
-        made = memoryview(b"")
-        if any(piece.quantised is not None and piece.quantised.kind == "first" for piece, _ in quantised):
-            made = memoryview(bytearray(end - begin))
-            decode_frame(frame, made, [(low - begin, high - begin) for low, high in holes])
-        measured = [self._measured(piece, stretch, begin, block, made, extras) for piece, stretch in quantised]
+        measured = [self._measured(piece, stretch, begin, block, coded.get(place), extras) for place, piece, stretch in quantised]
         return EncodedBlock(
             frame=frame, runs=runs, differs=differs, lossy=hashlib.sha256(frame).digest(), measured=tuple(one for one in measured if one)
         )
 
     def _measured(
-        self, piece: Piece, stretch: Stretch, begin: int, block: memoryview, made: memoryview, extras: Sequence[Extra]
+        self, piece: Piece, stretch: Stretch, begin: int, block: memoryview, coded: bytes | None, extras: Sequence[Extra]
     ) -> Measured | None:
-        assert piece.quantised is not None
-        if piece.quantised.kind == "second":
+        how = piece.quantised
+        assert how is not None
+        if how.kind == "second":
             return Measured(name=stretch.name)
-        exact, there = (np.frombuffer(one[piece.begin : piece.end], dtype="<f4") for one in (block, made))
+        exact = np.frombuffer(block[piece.begin : piece.end], dtype="<f4")
         if not np.isfinite(exact).all():
             return None  # stored as it is
-        return Measured(name=stretch.name, error=self._moments.measure(piece, stretch, begin, exact, there, extras))
+        made = exact if coded is None else decode_moment(coded, exact.size, how)
+        return Measured(name=stretch.name, error=self._moments.measure(piece, stretch, begin, exact, made, extras))
 
 
 def join_runs(runs: Sequence[Run]) -> list[Run]:

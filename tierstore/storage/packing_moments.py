@@ -24,6 +24,9 @@ __all__ = ["Measured", "Moments", "base_name", "is_quantised", "merged", "zero_m
 
 _Floats = npt.NDArray[np.float32]
 
+_Made = tuple[int, bytes, _Floats]
+"""Where a run of second moments begins in the file, what it becomes, and the numbers that are made of that again."""
+
 _KEPT = 8
 """Blocks of second moments, as float32."""
 
@@ -129,14 +132,22 @@ class Moments:
         last = first + piece.end - piece.begin
         found: _Floats = v.copy()
         for block in range(first // self._block, -(-last // self._block)):
-            for at, made in self._decoded.of((second.name, block), lambda block=block: self._decode_block(second, block, extras)):  # type: ignore[misc]
+            for at, _, made in self._decoded.of((second.name, block), lambda block=block: self._decode_block(second, block, extras)):  # type: ignore[misc]
                 low, high = max(at, first), min(at + 4 * made.size, last)
                 if low < high:
                     found[(low - first) // 4 : (high - first) // 4] = made[(low - at) // 4 : (high - at) // 4]
         return found
 
-    def _decode_block(self, second: Stretch, block: int, extras: Sequence[Extra]) -> list[tuple[int, _Floats]]:
-        """What is made again of the second moments in one block: where in the file, and the numbers; what is kept exactly is left out."""
+    def coded(self, piece: Piece, stretch: Stretch, begin: int) -> bytes | None:
+        """What a piece of second moments in the block at `begin` becomes, where that was found out a moment ago for first ones."""
+        first, nbytes = begin + piece.begin, piece.end - piece.begin
+        for at, coded, made in self._decoded.known((stretch.name, begin // self._block)):
+            if at == first and 4 * made.size == nbytes:
+                return coded
+        return None
+
+    def _decode_block(self, second: Stretch, block: int, extras: Sequence[Extra]) -> list[_Made]:
+        """What becomes of the second moments in one block; what is kept exactly is left out."""
         origin = block * self._block
         found = []
         for part, of in pieces_of((second,), max(origin, second.begin), min(origin + self._block, second.end)):
@@ -149,7 +160,7 @@ class Moments:
             numbers = np.frombuffer(data, dtype="<f4")
             coded = encode_moment(numbers, how)
             if coded is not None:
-                found.append((at, decode_moment(coded, numbers.size, how)))
+                found.append((at, coded, decode_moment(coded, numbers.size, how)))
         return found
 
     def facts(self, errors: Mapping[str, UpdateError | None]) -> dict[str, Mapping[str, Any]]:
@@ -167,9 +178,9 @@ class _Decoded:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._blocks: OrderedDict[tuple[str, int], Future[list[tuple[int, _Floats]]]] = OrderedDict()
+        self._blocks: OrderedDict[tuple[str, int], Future[list[_Made]]] = OrderedDict()
 
-    def of(self, key: tuple[str, int], make: Callable[[], list[tuple[int, _Floats]]]) -> list[tuple[int, _Floats]]:
+    def of(self, key: tuple[str, int], make: Callable[[], list[_Made]]) -> list[_Made]:
         """The block, made by whoever is first to want it."""
         with self._lock:
             found = self._blocks.get(key)
@@ -188,6 +199,12 @@ class _Decoded:
             with self._lock:
                 self._blocks.pop(key, None)
         return mine.result()
+
+    def known(self, key: tuple[str, int]) -> list[_Made]:
+        """The block, if it is here and was made without an error; nobody waits for it."""
+        with self._lock:
+            found = self._blocks.get(key)
+        return found.result() if found is not None and found.done() and found.exception() is None else []
 
 
 def zero_mask(v: _Floats | None) -> npt.NDArray[np.bool_] | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Literal
@@ -64,13 +64,20 @@ class FrameEncoder:
         self._level = level
         self._local = threading.local()  # compressors can't be shared by threads
 
-    def encode(self, block: Buffer, pieces: Iterable[Piece], zeros: Mapping[int, npt.NDArray[np.bool_]] | None = None) -> bytes:
+    def encode(
+        self,
+        block: Buffer,
+        pieces: Iterable[Piece],
+        zeros: Mapping[int, npt.NDArray[np.bool_]] | None = None,
+        coded: MutableMapping[int, bytes] | None = None,
+    ) -> bytes:
         """Encodes the bytes of `block` that lie in `pieces`: sorted, without overlaps. What they leave out is not stored.
 
         Args:
             block: The raw bytes.
             pieces: As `layout.pieces_of` makes them; empty ones are allowed.
             zeros: By number of a quantised piece in `pieces`: which of its numbers must stay zero (`quantise.encode_moment`).
+            coded: By number of a quantised piece: what `encode_moment` made of it before. What it makes here is put there.
         """
         view = memoryview(block).cast("B")
         parts: list[Buffer] = []
@@ -79,9 +86,13 @@ class FrameEncoder:
             if not data.nbytes:
                 continue
             if piece.quantised is not None and data.nbytes % 4 == 0:
-                coded = encode_moment(np.frombuffer(data, "<f4"), piece.quantised, (zeros or {}).get(number))
-                if coded is not None:
-                    parts += self._quantised(data.nbytes, coded, piece.quantised)
+                moment = None if coded is None else coded.get(number)
+                if moment is None:
+                    moment = encode_moment(np.frombuffer(data, "<f4"), piece.quantised, (zeros or {}).get(number))
+                if moment is not None:
+                    parts += self._quantised(data.nbytes, moment, piece.quantised)
+                    if coded is not None:
+                        coded[number] = moment
                     continue
             whole = data.nbytes - data.nbytes % piece.itemsize
             if whole:
