@@ -299,7 +299,8 @@ def findings_markdown() -> str:
         "# Findings of `tierstore verify`",
         "",
         "Codes are stable: scripts may rely on them. A finding of severity `damage` makes the exit code 6; the others leave it 0.",
-        "Verify never deletes, moves or writes anything; `tierstore repair` mends. Copies that were dropped on purpose are no findings.",
+        "Verify deletes and moves nothing, and writes nothing but a lease while it reads data, and a note in the log of what it finds "
+        "damaged (not with `-n`); `tierstore repair` mends. Copies that were dropped on purpose are no findings.",
         "",
         "| code | name | severity | meaning | what to do |",
         "| --- | --- | --- | --- | --- |",
