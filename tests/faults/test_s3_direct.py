@@ -164,7 +164,7 @@ def test_a_cancelled_read_writes_no_more(
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(task, 20)
         held.release()
-        assert reads[0]._line is None  # its thread has let go of the connection, and was waited for
+        assert reads[0]._socket is None  # its thread has let go of the connection, and was waited for
         assert await storage.read("file", 0, 5 * MIB) == DATA[: 5 * MIB]
         assert bytes(memory) == bytes(5 * MIB)
 

@@ -141,7 +141,7 @@ class RangeRead:
         self._rooms = rooms
         self._begun = begun
         self._check = check
-        self._line: HTTPConnection | None = None
+        self._socket: socket.socket | None = None
         self._aborted = False
         self._lock = threading.Lock()
 
@@ -149,9 +149,9 @@ class RangeRead:
         """Ends it soon: a wait for bytes returns at once, one for a connection after its timeout; and nothing more is read."""
         with self._lock:
             self._aborted = True
-            if self._line is not None and self._line.sock is not None:
+            if self._socket is not None:
                 with contextlib.suppress(OSError):  # it is not connected any more
-                    self._line.sock.shutdown(socket.SHUT_RDWR)
+                    self._socket.shutdown(socket.SHUT_RDWR)
 
     def run(self) -> bool:
         """Reads. False: no connection could be made, or the server answers something else than such a range; nothing was read.
@@ -180,8 +180,11 @@ class RangeRead:
     def _on(self, line: HTTPConnection) -> bool:
         """Asks on this connection and reads the answer. The connection is kept where all of it was read."""
         whole = False
+        held: socket.socket = (
+            line.sock
+        )  # where the server ends the connection after its answer, `http.client` lets go of it before the body
         try:
-            self._hold(line)
+            self._hold(held)
             try:
                 line.request("GET", self._request.target, headers={**self._request.headers, "Range": self._range})
                 answer = line.getresponse()
@@ -198,7 +201,7 @@ class RangeRead:
                 )  # a range past the object's end is shortened, for one
                 if answer.length != self._rooms.nbytes - self._begun:
                     return False
-                self._read(answer, line.sock)
+                self._read(answer, held)
                 whole = not answer.will_close
             return True
         finally:
@@ -208,13 +211,13 @@ class RangeRead:
             else:
                 line.close()
 
-    def _hold(self, line: HTTPConnection | None) -> None:
+    def _hold(self, held: socket.socket | None) -> None:
         with self._lock:
-            if line is not None and self._aborted:
+            if held is not None and self._aborted:
                 raise ConnectionAbortedError("nobody wants it any more")
-            self._line = line
+            self._socket = held
 
-    def _read(self, answer: HTTPResponse, line: socket.socket) -> None:
+    def _read(self, answer: HTTPResponse, held: socket.socket) -> None:
         """First what came together with the headers, then from the socket itself: the layers between cost half as much as its copy."""
         buffered = True
         while self.filled < self._rooms.nbytes:
@@ -229,7 +232,7 @@ class RangeRead:
                             got = answer.readinto(room[at : at + there])
                             buffered = there > got
                         else:
-                            got = line.recv_into(room[at:])
+                            got = held.recv_into(room[at:])
                     except ssl.SSLError as error:
                         raise ConnectionResetError("TLS failed in mid-answer") from error
                 if not got:
