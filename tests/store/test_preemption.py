@@ -289,6 +289,7 @@ def test_a_handler_that_was_set_meanwhile_stays() -> None:
 
 @pytest.mark.usefixtures("untouched")
 def test_ctrl_c_can_be_noted_once() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in a shell's background
     signals = Preemption(stop=("SIGINT",), save=())
     signals.install()
     try:
@@ -298,6 +299,7 @@ def test_ctrl_c_can_be_noted_once() -> None:
             os.kill(os.getpid(), signal.SIGINT)
     finally:
         signals.restore()
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("untouched")
