@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from tierstore.errors import TierStoreError
 from tierstore.storage.contract import MakesBytes, Reading
 from tierstore.storage.reading_order import Part, Range, reading_order
-from tierstore.storage.tasks import all_or_none
+from tierstore.storage.tasks import all_or_none, in_thread_to_the_end
 
 __all__ = ["read_packed_pieces"]
 
@@ -53,4 +54,4 @@ async def _read(storage: _Packed, reading: Reading, part: Part, turns: asyncio.S
         except (TierStoreError, OSError) as error:
             reading.failed(part.begin, part.end, error)
             return
-        await asyncio.to_thread(reading.take, part.begin, memory, place is not None)
+        await in_thread_to_the_end(partial(reading.take, part.begin, memory, place is not None))
