@@ -180,9 +180,7 @@ class RangeRead:
     def _on(self, line: HTTPConnection) -> bool:
         """Asks on this connection and reads the answer. The connection is kept where all of it was read."""
         whole = False
-        held: socket.socket = (
-            line.sock
-        )  # where the server ends the connection after its answer, `http.client` lets go of it before the body
+        held: socket.socket = line.sock  # `http.client` lets go of it before the body where the server is to end the connection
         try:
             self._hold(held)
             try:
@@ -196,9 +194,8 @@ class RangeRead:
                 self.status = answer.status
                 if answer.status != 206:
                     return False
-                self._check(
-                    {name.lower(): value for name, value in answer.headers.items()}
-                )  # a range past the object's end is shortened, for one
+                self._check({name.lower(): value for name, value in answer.headers.items()})
+                # A range past the object's end is shortened, for one.
                 if answer.length != self._rooms.nbytes - self._begun:
                     return False
                 self._read(answer, held)
