@@ -98,6 +98,11 @@ class Download:
     # Inside
 
     async def _attempt(self) -> None:
+        # An attempt that was given up had its thread go on with what was there: that may have been refused, and may have been the rest.
+        if self._refusal is not None:
+            raise _Refused
+        if self.landing is not None and 0 < self.nbytes == self._filled:
+            return
         stall_s = self._requests.patience.stall_timeout_s
         client = self._requests.client()
         async with client.transfers:
