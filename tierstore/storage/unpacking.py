@@ -28,6 +28,8 @@ _BATCHES = 6
 """Of all reads together; what runs need is not counted."""
 _AT_ONCE = 16
 """So many parts of runs are made at once for one batch."""
+_LOADS = 16
+"""So many ranges of what runs are made of are loaded at once, of all reads: runs of runs could ask for any number."""
 _DEEPEST = 8
 """So many runs that are made of runs are followed."""
 _FOLLOWED, _FOLLOWED_PARTS = 3, 64
@@ -282,15 +284,17 @@ class Unpacker:
 
     async def _load(self, path: str, form: Form, known: Known | None, size: int, numbers: Sequence[int], keys: Sequence[Key]) -> Blocks:
         begin, end = numbers[0] * size, min((numbers[-1] + 1) * size, form.nbytes)
-        memory = np.empty(end - begin, dtype=np.uint8).data
-        blocks = {n: memory[n * size - begin : min((n + 1) * size, end) - begin] for n in numbers}
-        if known is None:
-            await self._inner.read_into(form.path, begin, memory)
-        else:
-            packed = known
-            with Frames(self._here().spare) as frames:
-                await all_or_none([self._frames(packed, group, frames) for group in groups(packed, numbers)])
-                await self._in_threads(lambda number: self._decode(path, packed, number, frames, blocks[number]), numbers)
+        here = self._here()
+        async with here.loads:  # which wait for no other one
+            memory = np.empty(end - begin, dtype=np.uint8).data
+            blocks = {n: memory[n * size - begin : min((n + 1) * size, end) - begin] for n in numbers}
+            if known is None:
+                await self._inner.read_into(form.path, begin, memory)
+            else:
+                packed = known
+                with Frames(here.spare) as frames:
+                    await all_or_none([self._frames(packed, group, frames) for group in groups(packed, numbers)])
+                    await self._in_threads(lambda number: self._decode(path, packed, number, frames, blocks[number]), numbers)
         for key in keys:
             self._decoded.put(key, blocks[key[2]])
         return blocks
@@ -325,6 +329,7 @@ class _Here:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.batches = asyncio.Semaphore(_BATCHES)
+        self.loads = asyncio.Semaphore(_LOADS)
         self.spare = Spare()
         self.flights = Flights()
 

@@ -33,13 +33,18 @@ async def nothing_but_runs(bucket: Bucket, number: int, nbytes: int, runs: Seque
 class Zeros(Bucket):
     """Has a plain shard, of zeros, that takes no memory."""
 
-    blocks = 200
+    blocks = 256
+    loading = most_loading = 0
 
     async def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         if path == shard(0):
             np.frombuffer(buffer, np.uint8)[:] = 0
             buffer[0] = offset // MIB % 251
-            await asyncio.sleep(0)
+            self.loading += 1
+            self.most_loading = max(self.most_loading, self.loading)
+            for _ in range(20):  # so that all who would begin beside it do
+                await asyncio.sleep(0)
+            self.loading -= 1
             return
         await super().read_into(path, offset, buffer)
 
@@ -58,6 +63,24 @@ def test_runs_that_each_take_a_few_bytes_of_another_block_hold_these_bytes_alone
         tracemalloc.stop()
         assert found == b"".join(bytes([n % 251]) + bytes(7) for n in range(bucket.blocks))
         assert peak < 100 * MIB
+        await storage.close()
+
+    run(body)
+
+
+def test_runs_of_runs_that_each_take_a_few_bytes_of_another_block_load_some_blocks_at_a_time() -> None:
+    async def body() -> None:
+        bucket = Zeros()
+        await bucket.put(shard(0), b"")
+        one, nbytes = 8 * 16, 8 * bucket.blocks
+        far = [Run(begin=8 * n, end=8 * n + 8, kind="copy", file=1, source=(bucket.blocks - 1 - n) * MIB) for n in range(bucket.blocks)]
+        some = [Run(begin=at, end=at + one, kind="copy", file=1, source=nbytes - at - one) for at in range(0, nbytes, one)]
+        await nothing_but_runs(bucket, 2, nbytes, far, [shard(0)])
+        await nothing_but_runs(bucket, 1, nbytes, some, [shard(2)])
+        storage = PackedStorage(bucket, None)
+        storage._names.note(shard(0), [Form(path=shard(0), nbytes=bucket.blocks * MIB, stored_nbytes=None, packed=False)])
+        assert len(await storage.read(shard(1))) == nbytes
+        assert bucket.most_loading <= 16
         await storage.close()
 
     run(body)
