@@ -19,6 +19,8 @@ __all__ = ["file_order", "in_order"]
 
 _PART_NBYTES = 4 << 20
 """So much of a file is read at once that is read as a whole."""
+_MOST_PART_NBYTES = 16 << 20
+"""Blocks of which more would have to be read at once are not ours: such a file is read from front to back."""
 
 _ASKED_AT_ONCE = 16
 """Of so many files at a time is asked what in them is made from what."""
@@ -76,6 +78,8 @@ async def file_order(storage: Storage, path: str, nbytes: int, block_nbytes: int
     if not isinstance(storage, MakesBytes):
         return []
     align = math.lcm(block_nbytes, BLOCK_NBYTES)  # and where blocks of packed files begin
+    if align > _MOST_PART_NBYTES:
+        return []
     step = max(1, _PART_NBYTES // align) * align
     pieces = [(begin, min(begin + step, nbytes)) for begin in range(0, nbytes, step)]
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tierstore.storage.reading_order import Part, Range, reading_order
 from tierstore.storage.sources import BytesSource, ThrottledSource
 from tierstore.storage.unpacking_cache import Decoded, Key
 from tierstore.testing.bucket import Bucket
+from tierstore.tiers.read_order import file_order
 
 
 def half(begin: int, end: int, source: int, path: str = "f") -> MadeFrom:
@@ -75,6 +77,20 @@ def test_a_folder_pulls_a_source_in_its_order_if_that_is_all_of_it(broken: list[
                 await storage.write("a", source)
                 assert (await storage.read("a"), asked.pulled) == (b"0123456789", pulled)
         await storage.close()
+
+    asyncio.run(body())
+
+
+def test_a_file_in_blocks_that_are_no_power_of_two_is_not_read_at_once() -> None:
+    class Halves(Bucket):
+        async def made_from(self, path: str, ranges: Sequence[tuple[int, int]]) -> Sequence[Sequence[MadeFrom]]:
+            return [[half(begin, end, 0)] for begin, end in ranges]
+
+    async def body() -> None:
+        for block_nbytes in (MIB, 3 * MIB, 8 * MIB, MIB + 1, 1 << 30):
+            order = await file_order(Halves(), "f", 1 << 32, block_nbytes)
+            assert all(end - begin <= 16 * MIB for begin, end in order)
+            assert bool(order) == (block_nbytes <= 8 * MIB and not block_nbytes % MIB)
 
     asyncio.run(body())
 
