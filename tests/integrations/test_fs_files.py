@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import gzip
 import io
 import logging
@@ -347,6 +348,32 @@ def test_a_move_gives_files_and_folders_their_new_names(fs: TierFileSystem, fold
         fs.mv(f"{folder}/d", f"{folder}/d/inner")
     with pytest.raises(FileNotFoundError):
         fs.mv(f"{folder}/missing", f"{folder}/x")
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("d/1", "d"), ("d/1", "d/"), ("d/sub", "d"), ("d/*", "d"), ("d/*", "d/"), ("d/?", "d/"), ("d/*/*", "d/"), ("d/*", "d/sub/")],
+    ids=range(8),
+)
+@pytest.mark.parametrize("recursive", [False, True])
+def test_what_is_moved_to_where_it_is_stays(fs: TierFileSystem, folder: str, source: str, target: str, recursive: bool) -> None:
+    files = {f"{folder}/d/1": b"one", f"{folder}/d/sub/2": b"two", f"{folder}/d/sub/3": b"three"}
+    fs.pipe(files)
+    with contextlib.suppress(UsageError):
+        fs.mv(f"{folder}/{source}", f"{folder}/{target}", recursive=recursive)
+    assert {fs.cat_file(path) for path in fs.find(f"{folder}/d")} == set(files.values())
+
+
+def test_files_and_folders_can_be_moved_to_the_root(fs: TierFileSystem, folder: str) -> None:
+    name = folder.strip("/")[-20:]
+    fs.pipe({f"{folder}/{name}": b"one", f"{folder}/in/{name}-2/x": b"two"})
+    fs.mv(f"{folder}/{name}", "/")
+    fs.mv(f"{folder}/in/{name}-2", "/", recursive=True)
+    assert (fs.cat_file(f"/{name}"), fs.cat_file(f"/{name}-2/x")) == (b"one", b"two")
+    fs.mv(f"/{name}", "/")
+    assert fs.cat_file(f"/{name}") == b"one"
+    assert not fs.find(folder)
+    fs.rm([f"/{name}", f"/{name}-2"], recursive=True)
 
 
 def test_an_index_is_moved_last_and_removed_first(fs: TierFileSystem, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

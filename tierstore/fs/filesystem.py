@@ -16,6 +16,7 @@ from typing import Any
 from fsspec.callbacks import DEFAULT_CALLBACK
 from fsspec.utils import isfilelike
 
+from tierstore.errors import UsageError
 from tierstore.fs.bridged import BridgedFileSystem
 from tierstore.fs.local import receive_file, send_file
 from tierstore.fs.nodes import Node, UnsupportedModeError
@@ -319,8 +320,12 @@ class TierFileSystem(BridgedFileSystem):
             write(file)
         self.transaction.files.append(file)
 
-    async def _cp_file(self, path1: str, path2: str, later: list[tuple[str, str]] | None = None, **options: Any) -> None:
+    async def _cp_file(
+        self, path1: str, path2: str, later: list[tuple[str, str]] | None = None, made: list[str] | None = None, **options: Any
+    ) -> None:
         source, target = self._names(path1), self._names(path2)
+        if made is not None:
+            made.append(target)
         if later is not None and names_index(target):
             later.append((path1, path2))
             return
@@ -351,7 +356,11 @@ class TierFileSystem(BridgedFileSystem):
             return
 
         if has_magic(source) and not await self._exists(path1):
-            await self._copy(path1, path2, recursive=recursive, maxdepth=maxdepth, on_error="raise")
+            found = [self._names(each) for each in await self._expand_path(path1, maxdepth=maxdepth)]
+            made = [target]
+            _refuse_into_itself(found, made)
+            await self._copy(path1, path2, recursive=recursive, maxdepth=maxdepth, on_error="raise", made=made)
+            _refuse_into_itself(found, made)  # before what was made goes with what it was made of
             await self._rm(path1, recursive=recursive, maxdepth=maxdepth)
             return
         await self._there(lambda tree: tree.move(source, target, into=str(path2).endswith("/")), writing=True)
@@ -421,6 +430,15 @@ class TierFileSystem(BridgedFileSystem):
             opened.session.run(opened.tree.publish(name, spool, exclusive=exclusive))
 
         return TierWriter(opened.files.spool(), publish, name, mode=mode, autocommit=autocommit)
+
+
+def _refuse_into_itself(sources: Iterable[str], targets: Iterable[str]) -> None:
+    """Raises UsageError where one of the targets is one of the sources, or lies in it."""
+    moved = {f"{source}/" for source in sources}
+    for target in targets:
+        ends = [at + 1 for at, letter in enumerate(f"{target}/") if letter == "/"]
+        if any(f"{target}/"[:end] in moved for end in ends):
+            raise UsageError(f"/{target} is, or lies in, what is to be moved; nothing was removed", hint="move it elsewhere")
 
 
 def _exclusive(mode: str) -> bool:

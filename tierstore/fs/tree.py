@@ -221,11 +221,13 @@ class Tree:
         Raises:
             UsageError: A folder would be moved into itself.
         """
-        await self.check_writable(source, target)
+        await self.check_writable(source, *filter(None, [target]))
         node = await self.look_up(source)
         to = await self.find(target)
         if into or (to is not None and to.is_folder):
-            target = f"{target}/{source.rpartition('/')[2]}"
+            target = "/".join(filter(None, [target, source.rpartition("/")[2]]))
+        if source == target:
+            return  # it is there already
         if not node.is_folder:
             await self.copy(source, target)
             await self.remove([node])
