@@ -33,6 +33,7 @@ from tierstore.storage.contract import FileInfo, Storage
 from tierstore.tiers.gathering import Gathered, Gathering, PackedObjects
 from tierstore.tiers.index_pages import opening_nbytes
 from tierstore.tiers.log import decide_fate, files_told, read_fate, taken_told
+from tierstore.tiers.log_facts import COMMITTED_AGAIN
 from tierstore.tiers.tier import Tiers
 
 __all__ = ["commit", "condemned_error"]
@@ -81,7 +82,9 @@ async def commit(
             return _accept(fate, attempt)
         await gathering.look()
         if gathering.complete:
-            return await _commit(tiers, attempt, gathering.take(), clock, condemn=condemn, seen=gathering.seen)
+            parts = gathering.take()
+            again = gathering.documented
+            return await _commit(tiers, attempt, parts, clock, condemn=condemn, seen=gathering.seen, again=again)
         if end is not None and clock.monotonic() >= end:
             missing, reasons = gathering.missing(), gathering.explain()
             if not condemn:
@@ -118,7 +121,7 @@ def _accept(fate: Record, attempt: Attempt) -> Record:
 
 
 async def _commit(
-    tiers: Tiers, attempt: Attempt, parts: list[Gathered], clock: Clock, *, condemn: bool, seen: Mapping[str, FileInfo]
+    tiers: Tiers, attempt: Attempt, parts: list[Gathered], clock: Clock, *, condemn: bool, seen: Mapping[str, FileInfo], again: bool
 ) -> Record:
     storage = tiers.authority.storage
     world_size = len(parts)
@@ -151,6 +154,8 @@ async def _commit(
     reach("commit.before-record")
     besides = manifest.nbytes - sum(info.nbytes for info in seen.values())
     facts = {**commit_facts(manifest, document), **_server_facts(seen), **taken_told(seen, besides=besides)}
+    if again:
+        facts[COMMITTED_AGAIN] = True
     fate = _accept(await decide_fate(storage, attempt, "committed", facts, clock), attempt)
     reach("commit.after-record")
     if fate.data.get("manifest") != facts["manifest"]:

@@ -14,7 +14,7 @@ from tierstore.format.digest import block_digests, file_digest
 from tierstore.format.index import Index
 from tierstore.format.manifest import FileRecord
 from tierstore.format.part import Part, decode_part
-from tierstore.names import Attempt, part_name
+from tierstore.names import MANIFEST, Attempt, part_name
 from tierstore.storage.contract import FileInfo, Storage
 from tierstore.tiers.together import together
 from tierstore.units import format_some
@@ -89,6 +89,8 @@ class Gathering:
     proven: set[int] = field(default_factory=set)
     seen: dict[str, FileInfo] = field(default_factory=dict)
     """What the storage says of each file that was proved to be there."""
+    documented: bool = False
+    """A manifest was there before: that of a committer that died, or of a checkpoint whose log was lost."""
 
     @property
     def complete(self) -> bool:
@@ -120,6 +122,7 @@ class Gathering:
         """
         listing = await self.storage.children(self.attempt.folder)
         names = {info.path.rpartition("/")[2] for info in listing.files}
+        self.documented = MANIFEST in names
         if self.world_size is None:
             await self._learn_world_size(names)
         wanted = [rank for rank in self.missing() if rank not in self.parts]

@@ -10,7 +10,11 @@ from typing import Any
 from tierstore.clock import parse_utc
 from tierstore.format.record import Record
 
-__all__ = ["Expiry", "Hold", "LogFacts", "fold", "quantised_in", "quantised_text"]
+__all__ = ["COMMITTED_AGAIN", "Expiry", "Hold", "LogFacts", "fold", "quantised_in", "quantised_text"]
+
+
+COMMITTED_AGAIN = "manifest_was_there"
+"""What a commit record says where there was a manifest before it: its committer died; or its log was lost, with what it said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +89,11 @@ class LogFacts:
     @property
     def condemned(self) -> bool:
         return self.fate is not None and self.fate.kind == "condemned"
+
+    @property
+    def may_have_been_lost(self) -> bool:
+        """Whether there may have been an earlier log, which was lost: then who takes bytes from the checkpoint may not be said here."""
+        return self.fate is not None and self.fate.data.get(COMMITTED_AGAIN) is True
 
     @property
     def hidden(self) -> bool:

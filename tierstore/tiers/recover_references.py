@@ -11,18 +11,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from tierstore.clock import Clock
 from tierstore.errors import IntegrityError, NotFoundError
 from tierstore.names import Attempt
 from tierstore.tiers.checkpoint import CheckpointInfo, parse_file_name
 from tierstore.tiers.copies import copy_payload
 from tierstore.tiers.copying import CopyContext
+from tierstore.tiers.log import read_fate
+from tierstore.tiers.log_facts import fold
 from tierstore.tiers.references import record_reference
 from tierstore.tiers.referrers import attempt_of
-from tierstore.tiers.tier import Tier
+from tierstore.tiers.tier import Tier, Tiers
+from tierstore.tiers.unsaid_references import unsaid_referrers
 from tierstore.tiers.verify_references import refers_to
 from tierstore.tiers.view import AttemptView, further
 
-__all__ = ["record_again"]
+__all__ = ["record_again", "say_again"]
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +70,23 @@ async def _say(context: CopyContext, tier: Tier, attempt: Attempt, paths: Sequen
         if why:
             return f"it takes bytes from {owner[1]}: {why}"
     return ""
+
+
+async def say_again(tiers: Tiers, attempt: Attempt, *, clock: Clock) -> None:
+    """Records who refers to a checkpoint that was committed anew, for its log was lost with all its copies.
+
+    Collectors look for themselves, as its record says that there was a manifest before it (`gc.referring`): this is for people.
+
+    Raises:
+        StorageError: A tier failed.
+        IntegrityError: A log can't be read.
+    """
+    fate = await read_fate(tiers.authority.storage, attempt)
+    if fate is None or not fold((fate,)).may_have_been_lost:
+        return
+    for name, referrers in (await unsaid_referrers(tiers, attempt)).items():
+        for referrer in reversed(referrers):
+            await record_reference(tiers, attempt, tiers.get(name), referrer, clock=clock)
 
 
 def _is_shard(name: str) -> bool:

@@ -268,7 +268,7 @@ class _Collecting:
     async def _preview_sweep(self, infos: Sequence[CheckpointInfo]) -> None:
         async def one(info: CheckpointInfo) -> list[Emptying] | None:
             named = await self._try(info.attempt, "", names_to_record(self._h, info))
-            living = await self._try(info.attempt, "", living_referrers(self._h, self._seen, info.records, decide=False))
+            living = await self._try(info.attempt, "", living_referrers(self._h, self._seen, info.attempt, info.records, decide=False))
             if named is None or living is None:
                 return None
             if living:

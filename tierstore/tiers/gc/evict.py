@@ -18,6 +18,7 @@ from tierstore.crashpoints import reach
 from tierstore.errors import ConflictError, LockedError, NotFoundError, RefusedError
 from tierstore.format.record import Record
 from tierstore.names import Attempt
+from tierstore.storage.contract import WritesPacked
 from tierstore.tiers.checkpoint import CheckpointInfo
 from tierstore.tiers.gc.brakes import check_ground
 from tierstore.tiers.gc.deleting import Emptying, Remover, find
@@ -25,10 +26,11 @@ from tierstore.tiers.gc.housekeeping import Housekeeping, Situation, look
 from tierstore.tiers.gc.referring import living_on
 from tierstore.tiers.gc.reports import Freed
 from tierstore.tiers.gc.standing import Standing, copies_standing
-from tierstore.tiers.log import actor_name, append, read_log
+from tierstore.tiers.log import actor_name, append, read_fate, read_log
 from tierstore.tiers.log_facts import Hold, LogFacts, fold
 from tierstore.tiers.referrers import fold_references
 from tierstore.tiers.tier import Tier, ensure_tier
+from tierstore.tiers.unsaid_references import unsaid_on
 from tierstore.tiers.view import staging
 
 __all__ = ["Freed", "continue_eviction", "decide_eviction", "evict", "finish_eviction", "preview_eviction", "spared"]
@@ -100,9 +102,14 @@ async def spared(h: Housekeeping, situation: Situation, job: Emptying, *, decide
         StorageError: A tier can't be listed: nothing may go.
         IntegrityError: A referrer's fate can't be read.
     """
-    if not job.referrers:
+    referrers = job.referrers
+    if isinstance(job.tier.storage, WritesPacked):
+        fate = await read_fate(h.tiers.authority.storage, job.attempt)
+        if fate is not None and fold((fate,)).may_have_been_lost:
+            referrers = tuple(dict.fromkeys((*referrers, *await unsaid_on(job.tier, job.attempt))))
+    if not referrers:
         return job
-    living = await living_on(h, situation, job.tier.name, job.referrers, decide=decide)
+    living = await living_on(h, situation, job.tier.name, referrers, decide=decide)
     return replace(job, referrers=living, keep_shards=bool(living))
 
 

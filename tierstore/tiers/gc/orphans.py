@@ -19,8 +19,10 @@ from tierstore.tiers.checkpoint import IncompleteAttempt
 from tierstore.tiers.gc.deleting import Emptying
 from tierstore.tiers.gc.housekeeping import Housekeeping, Situation
 from tierstore.tiers.log import decide_fate, read_fate
+from tierstore.tiers.referrers import kept_for
 from tierstore.tiers.tier import Tier
 from tierstore.tiers.together import together
+from tierstore.tiers.unsaid_references import unsaid_referrers
 from tierstore.units import format_duration
 
 __all__ = ["condemn", "confirm_condemned", "orphan_job", "why_it_stays"]
@@ -43,8 +45,19 @@ async def why_it_stays(h: Housekeeping, situation: Situation, found: IncompleteA
         return "this node's parts are not on the authority yet: `tierstore sync` brings them there"
     touched_at, grace_s = await _touched_at(h, found.attempt), h.gc.orphan_grace_s + h.gc.max_clock_skew_s
     if (situation.at - touched_at).total_seconds() >= grace_s:
-        return ""
+        return await _needed(h, situation, found)
     return f"unfinished, last written at {when_text(touched_at, situation.at)}; an orphan {format_duration(grace_s)} later"
+
+
+async def _needed(h: Housekeeping, situation: Situation, found: IncompleteAttempt) -> str:
+    """Who takes bytes from its shards, though nothing else is left of it: it was deleted but for them, and its log was lost since."""
+    if found.parts.get(h.tiers.authority.name):
+        return ""  # of a save that did not end
+    living = {info.attempt for info in situation.catalog.checkpoints} | {item.attempt for item in situation.catalog.incomplete}
+    for tier, referrers in (await unsaid_referrers(h.tiers, found.attempt)).items():
+        if needing := [referrer for referrer in referrers if referrer in living]:
+            return f"its log was lost; its bytes on {tier} are {kept_for(needing)}"
+    return ""
 
 
 async def condemn(h: Housekeeping, found: IncompleteAttempt) -> bool:

@@ -14,8 +14,10 @@ from tierstore.names import Attempt
 from tierstore.tiers.checkpoint import IncompleteAttempt
 from tierstore.tiers.gc.housekeeping import Housekeeping, Situation
 from tierstore.tiers.gc.orphans import condemn, why_it_stays
+from tierstore.tiers.log_facts import fold
 from tierstore.tiers.referrers import fold_references
 from tierstore.tiers.together import together
+from tierstore.tiers.unsaid_references import unsaid_referrers
 
 __all__ = ["living_on", "living_referrers"]
 
@@ -23,14 +25,15 @@ _AT_ONCE = 16
 
 
 async def living_referrers(
-    h: Housekeeping, situation: Situation, records: Sequence[Record], *, decide: bool = True
+    h: Housekeeping, situation: Situation, attempt: Attempt, records: Sequence[Record], *, decide: bool = True
 ) -> dict[str, tuple[Attempt, ...]]:
     """Tier → who may still read a checkpoint's shards there, newest first; without tiers where nobody does.
 
     Args:
         h: Who collects.
         situation: What was seen before or after the records were read; what is known as living lives.
-        records: The checkpoint's log: who is not in it may not refer to it, if its end is won upon its last number.
+        attempt: The checkpoint.
+        records: Its log: who is not in it may not refer to it, if its end is won upon its last number.
         decide: Win the fate of referrers of which nothing was ever heard and that are old enough; False: they live.
 
     Raises:
@@ -38,7 +41,11 @@ async def living_referrers(
         IntegrityError: A referrer's fate can't be read.
     """
     living: dict[str, tuple[Attempt, ...]] = {}
-    for tier, referrers in fold_references(records).items():
+    referring = fold_references(records)
+    if fold(records).may_have_been_lost:
+        for tier, unsaid in (await unsaid_referrers(h.tiers, attempt)).items():
+            referring[tier] = tuple(dict.fromkeys((*referring.get(tier, ()), *unsaid)))
+    for tier, referrers in referring.items():
         if found := await living_on(h, situation, tier, referrers, decide=decide):
             living[tier] = found
     return living

@@ -77,7 +77,7 @@ async def decide_sweep(h: Housekeeping, situation: Situation, info: CheckpointIn
             raise ConflictError(f"step {info.step} of run {info.run!r} is in use now: {used.text}", run=info.run, step=info.step)
         return facts.expired is not None and not facts.pins and not any(lasts(h, hold) for hold in facts.holds)
 
-    living = await living_referrers(h, situation, info.records)
+    living = await living_referrers(h, situation, info.attempt, info.records)
     data = {"reason": "; ".join(reason.text for reason in reasons), "files": named}
     return await _end(h, info.attempt, info.records, data, frozenset(living), allow)
 
@@ -100,7 +100,7 @@ async def decide_again(h: Housekeeping, situation: Situation, reduced: Reduced, 
     gone = await read_gone(h, reduced.attempt, known=reduced.records)
     if not (decide and gone.keep):
         return gone
-    living = await living_referrers(h, situation, gone.records)
+    living = await living_referrers(h, situation, reduced.attempt, gone.records)
     keep = gone.keep & living.keys()
     if keep == gone.keep:
         return gone
