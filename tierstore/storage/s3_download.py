@@ -197,8 +197,9 @@ class Download:
             exact = first == str(start) and last.isdigit() and int(last) + 1 - start == length and end in (None, int(last) + 1)
             exact = exact and (end is not None or total in ("*", str(int(last) + 1)))
         if not exact:
+            wanted = f"bytes {start} to {'the end' if end is None else end} were asked for"
             raise StorageError(
-                f"reading {self._name}: bytes {start} to {'the end' if end is None else end} were asked for, not the answered {told!r}",
+                f"reading {self._name}: {wanted}, not the answered {told!r} in {answer.get('ContentLength')} bytes",
                 hint="the server does not do exact ranged reads: it can't hold a tier",
             )
 
