@@ -326,7 +326,7 @@ def test_a_base_that_is_damaged_expired_or_not_whole_there_gives_nothing() -> No
     run(act())
 
 
-def test_a_quarantined_base_keeps_its_referrers_bytes_and_a_repair_writes_a_file_that_needs_none() -> None:
+def test_a_quarantined_base_keeps_its_referrers_bytes_until_it_is_mended() -> None:
     async def act() -> None:
         world = World()
         one, two = await world.save(1), await world.save(2)
@@ -340,6 +340,26 @@ def test_a_quarantined_base_keeps_its_referrers_bytes_and_a_repair_writes_a_file
         assert not (await verify(world.tiers, RUN, level="full", clock=world.clock)).damage
         await world.load(one)
         await world.load(two)
+
+    run(act())
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_base_is_mended_first_and_those_that_take_its_bytes_are_good_again_as_they_are(lost: bool) -> None:
+    async def act() -> None:
+        world = World()
+        one, *later = [await world.save(step) for step in (1, 2, 3)]
+        shard = one.path(shard_name(0, 1))
+        if lost:
+            await world.far.delete([shard])
+        else:
+            world.far.files[shard] = world.far.files[shard][:-1000] + bytes(1000)
+        report = await repair(world.tiers, RUN, clock=world.clock)
+        assert [mended.attempt for mended in report.mended] == [one]
+        assert all(world.far.refers_to(attempt.path(shard_name(0, 1))) == (shard,) for attempt in later)
+        assert not (await verify(world.tiers, RUN, level="full", clock=world.clock)).damage
+        for attempt in (one, *later):
+            await world.load(attempt)
 
     run(act())
 

@@ -34,6 +34,7 @@ from tierstore.tiers.sources import sources_of
 from tierstore.tiers.tier import Tier, Tiers
 from tierstore.tiers.together import together
 from tierstore.tiers.verify_files import Looking, Verifying, lossy_of, read_blocks
+from tierstore.tiers.verify_references import refers_to
 from tierstore.tiers.view import many_disks
 
 __all__ = ["MENDABLE", "Repairing", "is_share", "left_alone", "mend_copy", "of_ranks"]
@@ -133,7 +134,8 @@ async def mend_copy(
             about = [f for f in findings if f.file == name]
             bad = {b for f in about for b in f.blocks}
             entry = index.file(name)
-            if about and name not in anew and all(f.code in _PROVED for f in about):
+            hopeful = about and all(f.code in _PROVED for f in about)
+            if name not in anew and (hopeful or await _may_be_good_again(repairing, attempt, tier, name)):
                 looking = Looking(work=repairing.work, tier=tier.name, info=info)
                 async with repairing.work.in_flight:
                     lossy = await lossy_of(looking, attempt, reader, name, index.block_nbytes)
@@ -171,6 +173,15 @@ async def mend_copy(
             await _record(repairing, info, tier, records, manifest, results, unproved=unproved)
         except TierStoreError as error:
             repairing.take(Unmended(attempt=attempt, tier=tier.name, file="", reason=error.message, exit_code=error.exit_code))
+
+
+async def _may_be_good_again(repairing: Repairing, attempt: Attempt, tier: Tier, name: str) -> bool:
+    """Whether a shard takes bytes from one that was written anew since it was found damaged."""
+    written = {(mended.tier, mended.attempt.path(mended.file)) for mended in repairing.mended}
+    if repairing.dry_run or not written:
+        return False
+    sources = (await refers_to(tier, attempt, [name])).get(name, ())
+    return any((tier.name, path) in written for path in sources)
 
 
 def _only_quantised(lost: Unmended, lossy: Sequence[str]) -> Unmended:

@@ -28,6 +28,7 @@ from tierstore.tiers.mending_copies import MENDABLE, Repairing, is_share, left_a
 from tierstore.tiers.mending_documents import remade_documents
 from tierstore.tiers.mending_logs import mend_record
 from tierstore.tiers.progress import Progress
+from tierstore.tiers.referrers import fold_references
 from tierstore.tiers.tier import Tier, Tiers, ensure_tier
 from tierstore.tiers.verify import LEASE_TTL_S, Level, VerifyReport, log_findings, verify
 from tierstore.tiers.verify_files import Verifying, good_index, good_manifest
@@ -138,7 +139,7 @@ async def repair(
         attempt = finding.attempt
         if attempt in infos and finding.tier in names and finding.code in MENDABLE:
             damaged.setdefault(attempt, {}).setdefault(finding.tier, []).append(finding)
-    for attempt in sorted(damaged, reverse=True):
+    for attempt in _in_turn(damaged, infos):
         await _repair_checkpoint(repairing, infos[attempt], damaged[attempt])
     return RepairReport(
         run=run,
@@ -150,6 +151,12 @@ async def repair(
         proved=tuple(repairing.proved),
         skipped=tuple(repairing.skipped),
     )
+
+
+def _in_turn(damaged: Collection[Attempt], infos: Mapping[Attempt, CheckpointInfo]) -> list[Attempt]:
+    """Those that others take bytes from, the earliest first: with them these may be good again. Then all others, the latest first."""
+    bases = sorted((attempt for attempt in damaged if fold_references(infos[attempt].records)), key=lambda attempt: attempt.save_id)
+    return bases + sorted(set(damaged) - set(bases), reverse=True)
 
 
 async def _repair_checkpoint(repairing: Repairing, info: CheckpointInfo, damaged: Mapping[str, Sequence[Finding]]) -> None:
