@@ -167,12 +167,12 @@ class CuttingProxy:
         except (OSError, asyncio.CancelledError):
             pass  # the server is down, or the proxy ends: so does the connection
         finally:
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
             for one in (writer, upstream):
                 if one is not None:
                     one.transport.abort()
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)  # last: the proxy may end, and cancel this, while it waits
 
     async def _forward(
         self, reader: asyncio.StreamReader, upstream: asyncio.StreamWriter, back: asyncio.StreamWriter, waiting: deque[_Exchange]
