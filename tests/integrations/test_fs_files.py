@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import errno
 import gzip
 import io
 import logging
@@ -26,6 +27,7 @@ from fs_kit import file_system, two_tiers, unsynced_tiers
 
 import tierstore
 from tierstore.errors import ConfigError, ConflictError, IntegrityError, NotFoundError, StorageError, UsageError
+from tierstore.fs import local
 from tierstore.fs.filesystem import TierFileSystem
 from tierstore.fs.nodes import NotAFolderError, NotEmptyError, ReadOnlyError, UnsupportedModeError
 from tierstore.tier_uri import split_tier_uri
@@ -537,6 +539,18 @@ def test_an_interrupted_download_leaves_what_was_there_and_no_part_of_a_file(fs:
     with pytest.raises(Boom):
         fs.put_file(str(tmp_path / "old"), f"{folder}/up", callback=Interrupted())
     assert fs.find(folder) == [f"{folder}/f"]
+
+
+def test_a_download_that_the_disk_has_no_room_for_says_which(fs: TierFileSystem, folder: str, tmp_path: Path, monkeypatch: Any) -> None:
+    async def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    fs.pipe_file(f"{folder}/f", b"new")
+    monkeypatch.setattr(local, "_copy", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/target'") as caught:
+        fs.get_file(f"{folder}/f", str(tmp_path / "target"))
+    assert caught.value.errno == errno.ENOSPC
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_call_whose_work_was_cancelled_raises_and_never_answers_none(fs: TierFileSystem, folder: str, monkeypatch: Any) -> None:

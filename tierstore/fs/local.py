@@ -42,6 +42,10 @@ async def receive_file(tree: Tree, node: Node, target: Any, progress: Callable[[
         async with aiofiles.open(temporary, "xb") as file:  # its end waits in a thread, too, for what is buffered still
             await _copy(tree, node, file.write, progress)
         await aiofiles.os.replace(temporary, target)
+    except OSError as error:
+        if error.errno is not None and error.filename is None:  # a write on a full disk does not say what it wrote
+            error.filename = str(target)
+        raise
     finally:
         await asyncio.to_thread(temporary.unlink, missing_ok=True)
 
