@@ -15,6 +15,7 @@ from tiers_kit import SteppedClock
 import tierstore
 from tierstore.testing.equality import assert_same_state
 from tierstore.tiers.catalog import scan
+from tierstore.tiers.commit import commit
 from tierstore.tiers.gc.collect import collect
 from tierstore.tiers.gc.prune import prune
 from tierstore.tiers.log_facts import fold
@@ -54,17 +55,21 @@ def check_loads(folder: Path, clock: SteppedClock, *steps: int) -> None:
             assert_same_state(store.load(step), small_state(step))
 
 
-@pytest.mark.parametrize("by", ["recover", "sync"])
+@pytest.mark.parametrize("by", ["recover", "sync", "commit"])
 def test_a_base_whose_log_was_lost_keeps_its_bytes_for_those_that_take_them(by: str, tmp_path: Path) -> None:
     clock = SteppedClock()
     save(tmp_path, clock, 1, 2, 3)
     whole = stored(tmp_path, 1)
     shutil.rmtree(tmp_path / "pfs" / "r" / ".log")
     with session_of(tmp_path, clock, codec="raw", retention=KEEP) as session:
-        session.run((recover if by == "recover" else reconcile)(session.tiers, "r", clock=clock))
+        if by == "commit":  # and whoever did it died at once
+            for found in session.run(scan(session.tiers, "r")).incomplete:
+                session.run(commit(session.tiers, found.attempt, deadline_s=0.0, clock=clock))
+        else:
+            session.run((recover if by == "recover" else reconcile)(session.tiers, "r", clock=clock))
         base = next(info for info in session.run(scan(session.tiers, "r")).checkpoints if info.step == 1)
         assert fold(base.records).may_have_been_lost
-        assert len(fold(base.records).referenced.get("pfs", ())) == (2 if by == "recover" else 0)
+        assert len(fold(base.records).referenced.get("pfs", ())) == (0 if by == "commit" else 2)
         let_go(session, clock)
     assert (stored(tmp_path, 1), stored(tmp_path, 2)) == (whole, 0)
     assert not findings(tmp_path, clock)

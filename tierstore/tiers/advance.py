@@ -21,6 +21,7 @@ from tierstore.names import Attempt, part_name
 from tierstore.tiers.commit import commit
 from tierstore.tiers.copies import copy_checkpoint, document_replica, warn_only
 from tierstore.tiers.copying import CopyContext, Proof, copy_file, read_document
+from tierstore.tiers.recover_references import say_again
 from tierstore.tiers.space_estimate import check_room
 from tierstore.tiers.tier import Tier
 from tierstore.tiers.view import AttemptView, further, observe, staging
@@ -121,7 +122,8 @@ async def _to_authority(context: CopyContext, view: AttemptView, *, act: bool, g
         waiting = f"the parts of ranks {format_some(missing, 8)}" if missing else "any rank's part"
         return Outcome(view=view, done=False, waiting=waiting)
     try:
-        await commit(context.tiers, view.attempt, deadline_s=0.0, clock=context.clock, world_size=size, condemn=give_up)
+        fate = await commit(context.tiers, view.attempt, deadline_s=0.0, clock=context.clock, world_size=size, condemn=give_up)
+        await say_again(context.tiers, view.attempt, fate, clock=context.clock)
     except IncompleteError as error:
         if "missing" in error.context:  # a part is there, but what it reports is not (yet)
             return Outcome(view=view, done=False, waiting=f"the parts of ranks {format_some(error.context['missing'], 8)}")

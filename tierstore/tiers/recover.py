@@ -23,7 +23,7 @@ from tierstore.tiers.locks import RunLock, lock_path
 from tierstore.tiers.log import actor_name, new_nonce, parse_record
 from tierstore.tiers.promote import ReconcileReport, pending, reconcile
 from tierstore.tiers.quantised import told_by_document
-from tierstore.tiers.recover_references import record_again, say_again
+from tierstore.tiers.recover_references import record_again
 from tierstore.tiers.tier import Tier, Tiers, ensure_tier
 from tierstore.tiers.view import AttemptView, further, observe, staging
 
@@ -107,9 +107,6 @@ async def recover(
             )
         else:
             report = await reconcile(tiers, run, clock=clock, context=context, commit_only=True, lock=lock)
-            for copy in report.done:
-                if copy.kind == "commit":
-                    await say_again(tiers, copy.attempt, clock=clock)
     commits = [c for c in report.done if c.kind == "commit"]
     waiting = [(c.attempt, why) for c, why in report.waiting if c.kind == "commit"]
     failed = [(f.copy.attempt, f.error.message) for f in report.failed if f.copy.kind == "commit"]

@@ -12,12 +12,12 @@ import logging
 from collections.abc import Sequence
 
 from tierstore.clock import Clock
-from tierstore.errors import IntegrityError, NotFoundError
+from tierstore.errors import IntegrityError, NotFoundError, TierStoreError
+from tierstore.format.record import Record
 from tierstore.names import Attempt
 from tierstore.tiers.checkpoint import CheckpointInfo, parse_file_name
 from tierstore.tiers.copies import copy_payload
 from tierstore.tiers.copying import CopyContext
-from tierstore.tiers.log import read_fate
 from tierstore.tiers.log_facts import fold
 from tierstore.tiers.references import record_reference
 from tierstore.tiers.referrers import attempt_of
@@ -72,21 +72,19 @@ async def _say(context: CopyContext, tier: Tier, attempt: Attempt, paths: Sequen
     return ""
 
 
-async def say_again(tiers: Tiers, attempt: Attempt, *, clock: Clock) -> None:
-    """Records who refers to a checkpoint that was committed anew, for its log was lost with all its copies.
+async def say_again(tiers: Tiers, attempt: Attempt, fate: Record, *, clock: Clock) -> None:
+    """Records who refers to a checkpoint that was committed by `fate`, if that was done anew, for its log was lost with all its copies.
 
-    Collectors look for themselves, as its record says that there was a manifest before it (`gc.referring`): this is for people.
-
-    Raises:
-        StorageError: A tier failed.
-        IntegrityError: A log can't be read.
+    This is for people, and may fail: collectors look for themselves, as the record says that there was a manifest before it.
     """
-    fate = await read_fate(tiers.authority.storage, attempt)
-    if fate is None or not fold((fate,)).may_have_been_lost:
+    if not fold((fate,)).may_have_been_lost:
         return
-    for name, referrers in (await unsaid_referrers(tiers, attempt)).items():
-        for referrer in reversed(referrers):
-            await record_reference(tiers, attempt, tiers.get(name), referrer, clock=clock)
+    try:
+        for name, referrers in (await unsaid_referrers(tiers, attempt)).items():
+            for referrer in reversed(referrers):
+                await record_reference(tiers, attempt, tiers.get(name), referrer, clock=clock)
+    except TierStoreError as error:
+        log.info("checkpoint=%s who takes bytes from it is not recorded: %s", attempt.folder, error.message)
 
 
 def _is_shard(name: str) -> bool:
