@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiers_kit import SteppedClock
 from typer.testing import CliRunner, Result
 
@@ -53,6 +54,18 @@ def values(config: Path, *arguments: str) -> list[dict[str, Any]]:
 
 def text(config: Path, *arguments: str) -> str:
     return " ".join(call(config, *arguments).stdout.split())
+
+
+def test_export_and_diff_follow_what_a_copy_takes_from_an_earlier_one(saved: Path) -> None:
+    """The packed copies are the only ones that are left."""
+    for shard in (saved.parent / "shared").rglob("shard-*"):
+        shard.unlink()
+    assert "changed lora" in text(saved, "diff", "10", "20", "--data")
+    assert "1 the same" in text(saved, "diff", "10", "20", "--data")
+    call(saved, "export", "20", str(saved.parent / "hf"))
+    exported = load_file(saved.parent / "hf" / "model.safetensors")
+    assert exported.keys() == {"base", "lora"}
+    assert all(torch.equal(exported[name], tensor) for name, tensor in state(20).items())
 
 
 def test_the_bytes_of_a_deleted_checkpoint_are_told_to_be_kept_and_for_whom(saved: Path) -> None:
