@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from gc_kit import World, policy_of, run
@@ -15,12 +16,14 @@ from tiers_kit import Hooked, SteppedClock, tiers_in
 from tierstore.errors import AccessError, TierStoreError
 from tierstore.names import INDEX, MANIFEST, OBJECTS, Attempt, part_name, shard_name
 from tierstore.storage.contract import FileInfo
+from tierstore.testing.around import AroundStorage, Call
 from tierstore.tiers.catalog import RecordCache, scan
 from tierstore.tiers.gc.deleting import Emptying, Found, Remover, find, grammatical
 from tierstore.tiers.gc.evict import evict
 from tierstore.tiers.gc.sweep import read_gone
 from tierstore.tiers.replica import open_replica
 
+T = TypeVar("T")
 RESERVED = ["step-x", "tierstore.json", "shard-00000-of-1.safetensors", "part-1.safetensors", "manifest.json.bak", "a/manifest.json", ""]
 
 
@@ -84,18 +87,24 @@ def test_at_every_instant_what_looks_like_a_checkpoint_is_one_also_to_who_sees_o
         attempts = await world.save(1, 2, 3, near=True)
         await world.expire()
         looks = 0
+        turn = asyncio.Lock()
 
-        async def hook(operation: str, path: str) -> None:
-            nonlocal looks
-            if operation not in ("delete", "put", "create"):
-                return
-            looks += 1
-            assert set(attempts[1:]) <= set(await offered(world, ("node", "shared", "far")))
-            for alone in (("far",), ("node",), ("node", "far")):
-                await offered(world, alone)
+        class Watched(AroundStorage):
+            """One change at a time: what is looked at must stand still, as after a crash."""
+
+            async def around(self, operation: str, path: str, call: Call[T]) -> T:
+                nonlocal looks
+                if operation not in ("delete", "put", "create", "write"):
+                    return await call()
+                async with turn:
+                    looks += 1
+                    assert set(attempts[1:]) <= set(await offered(world, ("node", "shared", "far")))
+                    for alone in (("far",), ("node",), ("node", "far")):
+                        await offered(world, alone)
+                    return await call()
 
         real = world.tiers
-        hooked = tuple(replace(tier, storage=Hooked(tier.storage, hook)) for tier in real)
+        hooked = tuple(replace(tier, storage=Watched(tier.storage)) for tier in real)
         world.tiers = replace(real, tiers=hooked, authority=hooked[1], durable_at=hooked[1])
         report = await world.collect()
         assert report.failed == ()

@@ -81,7 +81,7 @@ def test_from_save_to_gone_and_a_copy_dropped_in_a_bucket(session: Session) -> N
         again = await collect(housekeeping(tiers, clock))
         assert (again.freed, again.failed) == ((), ())
 
-    session.run(work(), timeout=60)
+    session.run(work(), timeout=240)
 
 
 def test_many_files_go_in_few_requests(session: Session) -> None:
@@ -107,7 +107,7 @@ def test_many_files_go_in_few_requests(session: Session) -> None:
         assert batches == [180]
         assert [await inner.list(a.folder) for a in attempts] == [[], [], []]
 
-    session.run(work(), timeout=60)
+    session.run(work(), timeout=240)
 
 
 def test_a_copy_that_the_server_calls_another_does_not_count(session: Session) -> None:
@@ -128,7 +128,7 @@ def test_a_copy_that_the_server_calls_another_does_not_count(session: Session) -
         await storage.put(path, bytes(data))
         assert (await evict(housekeeping(tiers, clock), info, "far")).files
 
-    session.run(work(), timeout=60)
+    session.run(work(), timeout=240)
 
 
 def test_uploads_that_nobody_finishes_end_after_the_policys_grace(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,4 +154,4 @@ def test_uploads_that_nobody_finishes_end_after_the_policys_grace(session: Sessi
         assert report.leftovers == {"object": ("run/step-left/shard",)}
         assert (await collect(housekeeping(tiers, clock, multipart_grace_s=HOUR - 5))).leftovers == {}
 
-    session.run(work(), timeout=60)
+    session.run(work(), timeout=240)
