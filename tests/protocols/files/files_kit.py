@@ -45,7 +45,7 @@ def opened(
     clock: Clock | None = None,
     durable: bool = False,
     options: MoverOptions = FAST,
-    drain: float | None = 20.0,
+    drain: float | None = 120.0,
 ) -> Iterator[tuple[Session, Files]]:
     """A process's files; `drain`: how long its end waits for the mover, in seconds, and how it complains; None: it ends at once."""
 
@@ -84,7 +84,7 @@ def content(session: Session, files: Files, path: str) -> bytes | None:
 
 def until_pending_on(files: Files, tier: str, reason: str) -> None:
     """Until all that is pending is so on `tier`, and for this reason: the others have what they should have."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while {one.tier for one in files.pending()} != {tier} or any(reason not in one.reason for one in files.pending()[:1]):
         assert time.monotonic() < end, files.pending()
         time.sleep(0.01)

@@ -43,7 +43,7 @@ def test_what_is_done_to_runs_does_nothing_to_files_and_the_other_way_round(tmp_
         for path in ("llama", "llama/config.json", "llama/step-0000010000-01M8N4GC4PZMGV76TDT52MGPWM/x", "notes.txt"):
             session.run(files.put(path, bytes_of(len(path), 5000)))
         session.run(files.make_folder("empty"))
-        session.run(files.sync(30))
+        session.run(files.sync(120))
         assert session.run(runs(session.tiers)) == before == ["llama"]
         assert [one.path for one in session.run(files.list(recursive=False))] == ["empty", "llama", "llama", "notes.txt"]
     kept = lying(tmp_path)

@@ -27,7 +27,7 @@ config = store(Path(sys.argv[1]))
 config["tiers"][0]["capacity"] = "100KiB"
 with opened(config) as (session, files):
     def done(what):
-        session.run(files.sync(30))
+        session.run(files.sync(120))
         print(what, flush=True)
 
     write(session, files, "f", bytes_of(1, 30_000)); print("f1", flush=True)

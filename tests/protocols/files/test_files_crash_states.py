@@ -48,15 +48,15 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> tuple[Sequence[Op], i
             fs.acknowledge(f"{number} on node")
 
         publish(0)
-        session.run(files.sync(30))
+        session.run(files.sync(120))
         fs.acknowledge("0 on all")
         publish(1)
         publish(2)
-        session.run(files.sync(30))
+        session.run(files.sync(120))
         fs.acknowledge("2 on all")
         session.run(files.remove(["d/f"]))
         fs.acknowledge("removed")
-        session.run(files.close(30))
+        session.run(files.close(120))
         fs.acknowledge("removed on all")
     return fs.ops, start
 

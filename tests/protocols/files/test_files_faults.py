@@ -29,11 +29,11 @@ def tried(session: Session, work: Any, plan: FaultPlan) -> bool:
     """Whether it was done; it fails with an error of ours, or in the one way that the plan asks for, and never without one."""
     running = session.submit(work)
     try:
-        for _ in range(60):  # what hangs is given up, but not what is only slow on a busy machine
+        for _ in range(240):  # what hangs is given up, but not what is only slow on a busy machine
             done, _ = concurrent.futures.wait({running}, timeout=0.5)
             if done or plan.fired:
                 break
-        concurrent.futures.wait({running}, timeout=0.5 if plan.kind == "hang" else 30)
+        concurrent.futures.wait({running}, timeout=0.5 if plan.kind == "hang" else 150)
         if not running.done():
             running.cancel()
             assert plan.fired
@@ -62,7 +62,7 @@ def act(session: Session, files: Files, plan: FaultPlan) -> tuple[dict[str, set[
     seen["only"] = {OLD} if tried(session, files.put("only", OLD, exclusive=True), plan) else {OLD, None}
     seen["going"] = {None} if tried(session, files.remove(["going"]), plan) else {OLD, None}
     seen["copy"] = {OLD} if tried(session, files.copy("kept", "copy"), plan) else {OLD, None}
-    tried(session, files.sync(20), plan)
+    tried(session, files.sync(120), plan)
     return seen, []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import socket
 import threading
@@ -70,14 +71,14 @@ def test_a_further_tier_never_shows_a_file_before_those_that_were_published_earl
         for number in range(5):
             session.run(files.put(f"small{number}", b"x" * (number + 1)))
         session.run(files.put(".metadata", b"all of them"))
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(120)
         deadline = threading.Event()
         while not any("small4@.data" in name for name in stored(tmp_path / "far")):  # their bytes go ahead
             assert not deadline.wait(0.01)
         assert stored(tmp_path / "far", ".json") == []
         assert next(one.path for one in files.pending() if one.tier == "far") == "large"
         gate.open.set()
-        session.run(files.sync(30))
+        session.run(files.sync(120))
     assert gate.order == ["large@", *(f"small{number}@" for number in range(5)), ".metadata@"]
 
 
@@ -89,7 +90,7 @@ def test_a_version_that_was_replaced_meanwhile_still_comes_first_so_that_nothing
             session.run(files.put(".metadata", str(number).encode()))
         assert len(stored(tmp_path / "node", ".data")) == 6  # older versions stay while they are carried on
         gate.open.set()
-        session.run(files.sync(30))
+        session.run(files.sync(120))
         assert content(session, files, "data") == bytes_of(3, 50_000)
     assert gate.order == ["data@", ".metadata@"] * 3
     for tier in ("node", "shared", "far"):
@@ -105,7 +106,7 @@ def test_what_was_removed_before_it_came_there_is_not_carried_on(tmp_path: Path)
         session.run(files.remove(["gone"]))
         assert content(session, files, "gone") is None
         gate.open.set()
-        session.run(files.sync(30))
+        session.run(files.sync(120))
     assert gate.order == ["first@", "kept@", "gone@"]
     assert sorted(stored(tmp_path / "far")) == ["first@.data", "first@.json", "gone@.gone", "kept@.data", "kept@.json"]
 
@@ -114,12 +115,12 @@ def test_bytes_that_were_on_their_way_to_the_last_tier_are_gone_there_too_when_t
     gate = Gate("f@", "put")
     with opened(store(tmp_path, tiers=["node", "shared"]), wrap={"shared": gate.wrap}) as (session, files):
         write(session, files, "first", b"x")
-        session.run(files.sync(30))
+        session.run(files.sync(120))
         write(session, files, "f", bytes_of(1, 50_000))
-        assert gate.reached.wait(30)  # its bytes are there, its entry is not
+        assert gate.reached.wait(120)  # its bytes are there, its entry is not
         gate.open.set()
         session.run(files.remove(["f"]))
-        session.run(files.sync(30))
+        session.run(files.sync(120))
     assert sorted(stored(tmp_path / "shared")) == ["f@.gone", "first@.data", "first@.json"]
 
 
@@ -143,7 +144,7 @@ def test_a_tier_that_fails_holds_up_nothing_but_itself_and_gets_everything_later
         assert (first.tier, first.path, first.nbytes) == ("far", "a", 20_000)
         assert "far is down" in first.reason
         down.clear()
-        session.run(files.sync(30))
+        session.run(files.sync(120))
         assert files.pending() == []
     assert stored(tmp_path / "far", ".json") == ["a@.json", "b@.json"]
 
@@ -152,11 +153,13 @@ def test_damage_is_never_copied_and_the_next_good_copy_is_taken(tmp_path: Path) 
     gate = Gate("f@")
     with opened(store(tmp_path), wrap={"far": gate.wrap}) as (session, files):
         write(session, files, "f", bytes_of(1, 20_000))
-        while "f@.json" not in stored(tmp_path / "shared"):
-            assert gate.reached.wait(30)
+        assert gate.reached.wait(120)
+        waited = threading.Event()
+        while "f@.json" not in stored(tmp_path / "shared"):  # pytest-timeout ends it
+            assert not waited.wait(0.01)
         flip(the_file(tmp_path / "node", "f@/*.data"))
         gate.open.set()
-        session.run(files.sync(30))
+        session.run(files.sync(120))
     assert the_file(tmp_path / "far", "f@/*.data").read_bytes() == bytes_of(1, 20_000)
 
 
@@ -182,9 +185,10 @@ def test_the_next_process_of_the_node_carries_on_what_a_dead_one_left_in_its_ord
     gate = Gate("nothing")
     with opened(store(tmp_path), wrap={"far": gate.wrap}) as (session, files):
         session.run(files.put("later", b"x"))
-        session.run(files.sync(30))
+        session.run(files.sync(120))
     names = list(dict.fromkeys(gate.order))
-    assert names.index("data@") < names.index(".metadata@") < names.index("later@")
+    assert sorted(names) == [".metadata@", "data@", "later@"]
+    assert names.index("data@") < names.index(".metadata@")  # its own may come before, after or between them: another process's
     with opened(store(tmp_path, tiers=["far"])) as (session, files):
         assert content(session, files, ".metadata") == b"second"
         assert content(session, files, "data") == bytes_of(2, 50_000)
@@ -204,7 +208,7 @@ def test_what_an_earlier_container_left_on_this_nodes_disk_is_carried_on_once_it
             session.run(files.put("left", b"by pod-1"))
     with opened(store(tmp_path), clock=clock, options=replace(FAST, look_again_s=0.02)) as (session, files):
         session.run(files.put("own", b"x"))
-        session.run(files.sync(30))
+        session.run(files.sync(120))
         assert stored(tmp_path / "far", ".json") == ["own@.json"]
         clock.advance(timedelta(minutes=11).total_seconds())
         waited = threading.Event()
@@ -216,10 +220,11 @@ def test_the_files_of_a_living_process_are_left_to_it_but_a_person_may_ask(tmp_p
     down = {"far": failing(TemporaryError("down"), "write", "put")}
     with opened(store(tmp_path), wrap=down, drain=None) as (session, files):
         session.run(files.put("mine", b"x"))
+        until_pending_on(files, "far", "down")
         gate = Gate("nothing")
         with opened(store(tmp_path), wrap={"far": gate.wrap}) as (other, others):
             other.run(others.put("yours", b"y"))
-            other.run(others.sync(30))
+            other.run(others.sync(120))
         assert gate.order == ["yours@"]
         looked = sync(store(tmp_path), dry_run=True)
         assert [(one.path, [t.name for t in one.targets]) for one in looked.lacking] == [("mine", ["far"])]
@@ -280,6 +285,7 @@ def test_tombstones_go_after_a_week_and_unpublished_bytes_after_a_day(tmp_path: 
     orphan = tmp_path / "shared" / ".files" / "half@" / "0000000001-01M8N4GC4PZMGV76TDT52MGPWM.data"
     orphan.parent.mkdir()
     orphan.write_bytes(b"half")
+    os.utime(orphan, (clock.now().timestamp(),) * 2)  # whatever day it is where this runs
     clock.advance(timedelta(days=6).total_seconds())
     for days, left in ((0, ["d/@.gone", "f@.gone"]), (2, [])):
         clock.advance(timedelta(days=days).total_seconds())
@@ -294,7 +300,7 @@ def test_many_overwrites_leave_one_version_on_every_tier(tmp_path: Path) -> None
     with opened(store(tmp_path)) as (session, files):
         for number in range(20):
             write(session, files, "latest", bytes_of(number, BLOCK + number))
-        session.run(files.sync(30))
+        session.run(files.sync(120))
     for tier in ("node", "shared", "far"):
         assert sorted(stored(tmp_path / tier)) == ["latest@.data", "latest@.json"]
     with opened(store(tmp_path)) as (session, files):
@@ -305,8 +311,8 @@ def test_a_tier_that_hangs_takes_no_turns_of_the_others(tmp_path: Path) -> None:
     gate = Gate(".files")
     with opened(store(tmp_path, io={"block_size": "4KiB", "threads": 2}), wrap={"far": gate.wrap}, ack="authority") as (session, files):
         for number in range(6):
-            session.run(files.put(f"f{number}", b"x" * (number + 1)), 30)
-            assert gate.reached.wait(30)
+            session.run(files.put(f"f{number}", b"x" * (number + 1)), 120)
+            assert gate.reached.wait(120)
         assert len(stored(tmp_path / "shared", ".json")) == 6
         gate.open.set()
 
@@ -336,13 +342,13 @@ def test_a_tier_that_hangs_with_bytes_in_its_hands_takes_no_memory_of_the_others
         made = CopyContext.make(session.tiers, session.clock)
         context = replace(made, budget=ByteBudget(4 * BLOCK, patience_s=600.0))
         syncing = session.submit(sync_files(session, context=context))
-        assert holding.wait(30)
+        assert holding.wait(120)
         waited = threading.Event()
         while len(stored(tmp_path / "shared", ".json")) < len(names):  # pytest-timeout ends it
             assert not waited.wait(0.01)
         assert stored(tmp_path / "far", ".json") == []
         going_on.set()
-        assert not syncing.result(30).left
+        assert not syncing.result(120).left
 
 
 def left_by_a_dead_process(root: Path) -> None:
@@ -376,7 +382,7 @@ def test_while_another_process_takes_over_sync_works_and_others_look_again_later
         lock = RunLock(lock_path(session.tiers, FILES_LOCK), FILES_LOCK)
         lock.acquire()
         session.run(files.put("own", b"x"))
-        session.run(files.sync(30))
+        session.run(files.sync(120))
         assert stored(tmp_path / "far", ".json") == ["own@.json"]
         assert not sync(store(tmp_path), only=["shared"]).left
         assert stored(tmp_path / "shared", ".json") == [".metadata@.json", "data@.json", "own@.json"]
@@ -393,7 +399,7 @@ def test_two_movers_that_carry_the_same_versions_at_once_do_no_harm(tmp_path: Pa
     class Slow(Hooked):
         async def write(self, path: str, source: Source) -> FileInfo:
             writing.add((asyncio.current_task(), path))
-            deadline = asyncio.get_running_loop().time() + 10.0
+            deadline = asyncio.get_running_loop().time() + 120.0
             while len({p for _, p in writing}) == len(writing) and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)  # until both are at one file
             return await super().write(path, source)
@@ -405,7 +411,7 @@ def test_two_movers_that_carry_the_same_versions_at_once_do_no_harm(tmp_path: Pa
         async def both() -> list[FilesReport]:
             return list(await asyncio.gather(sync_files(session), sync_files(session)))
 
-        assert [(report.left, report.failed) for report in session.run(both(), 60)] == [((), ())] * 2
+        assert [(report.left, report.failed) for report in session.run(both(), 200)] == [((), ())] * 2
         assert len({p for _, p in writing}) < len(writing)
         assert not session.run(sync_files(session), 60).lacking
         assert content(session, files, "data") == bytes_of(2, 50_000)
@@ -431,7 +437,7 @@ def test_what_is_written_while_the_authority_is_away_replaces_what_another_node_
         session.run(files.put("last", b"step 5"))
         assert content(session, files, "last") == b"step 5"
         down.clear()
-        session.run(files.sync(30))
+        session.run(files.sync(120))
         assert content(session, files, "last") == b"step 5"
     with opened(store(tmp_path, node="node-1")) as (session, files):
         assert content(session, files, "last") == b"step 5"
@@ -474,9 +480,9 @@ with opened(store(Path(sys.argv[1])), wrap=down, drain=None) as (session, files)
     pid = os.fork()
     if not pid:
         assert files.pending() == ()
-        session.run(files.put("childs", b""), 20)
+        session.run(files.put("childs", b""), 100)
         assert content(session, files, "parents") == bytes_of(1, 9000)
-        session.run(files.close(20), 20)
+        session.run(files.close(100), 100)
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     assert [one.path for one in files.pending() if one.tier == "far"] == ["parents"]

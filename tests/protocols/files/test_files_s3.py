@@ -88,7 +88,7 @@ def test_a_bucket_that_decides_has_one_creator_and_shows_other_nodes_what_is_pub
     for racer in racers:
         racer.start()
     for racer in racers:
-        racer.join(60)
+        racer.join(200)
     (winner,) = outcomes
     with opened_on([str(tmp_path / "d"), bucket]) as (session, files):
         assert content(session, files, "only") == winner.encode()
