@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import re
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -209,10 +210,19 @@ def background(rank: int, world_size: int, folder: Path) -> Any:
     import torch
     from megatron.core import dist_checkpointing
 
-    import tierstore.crashpoints as crashpoints
+    from tierstore import crashpoints
     from tierstore.integrations import megatron
+    from tierstore.tiers import persist
 
     told: dict[str, Any] = {}
+    both_saved = threading.Event()
+
+    def die(point: str) -> None:
+        """Rank 1's persisting stops here; not before both ranks are out of the call, for in it they would wait for a dead one."""
+        if point == "persist.before-part":
+            both_saved.wait(120)
+            os._exit(crashpoints.CRASH_EXIT)
+
     store = store_of(folder)
     megatron.register(store)
     for step in (1, 2):
@@ -221,7 +231,7 @@ def background(rank: int, world_size: int, folder: Path) -> Any:
             place.mkdir(parents=True)
         torch.distributed.barrier()
         if step == 2 and rank == 1:
-            crashpoints._AT, crashpoints._NTH = "persist.before-part", "1"
+            persist.reach = die  # type: ignore[assignment]
         saved = state(rank, world_size, scale=float(step))
         tensors = [value.data for value in saved["model"].values()]
         request = dist_checkpointing.save(saved, str(place), ("tierstore", 1), async_sharded_save=True)
@@ -231,10 +241,11 @@ def background(rank: int, world_size: int, folder: Path) -> Any:
         process = multiprocessing.get_context("fork").Process(target=request.async_fn, args=request.async_fn_args)
         process.start()
         if step == 2:
+            torch.distributed.barrier()
             if rank == 0:
-                (folder / "waiting").touch()
                 os._exit(9)
-            time.sleep(60)  # until the crash point
+            both_saved.set()
+            threading.Event().wait(120)  # until the crash point
         process.join(60)
         told["exit code"] = process.exitcode
         for finalize in request.finalize_fns:
