@@ -7,7 +7,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from tierstore.cli.main import app
 from tierstore.config_models import StoreConfig
 from tierstore.dcp.reader import TierStorageReader
 from tierstore.errors import IntegrityError, NotFoundError
+from tierstore.names import Attempt
 from tierstore.state.export.exporting import ExportOptions
 from tierstore.storage.contract import Storage
 from tierstore.testing.flows import HookedStorage
@@ -33,6 +34,7 @@ from tierstore.tiers.jobs import WorkerOptions, worker_options
 from tierstore.tiers.leased import Leases
 from tierstore.tiers.leases import Lease
 from tierstore.tiers.log import append
+from tierstore.tiers.retention import Reason
 
 STATE = {"w": torch.arange(4000, dtype=torch.float32), "n": 3}
 KEEP_ONE = {
@@ -58,7 +60,10 @@ class Hook:
 
 @pytest.fixture
 def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Hook]]:
-    """A hook for each tier of every store that the test opens; and a worker that looks for what retention has to do all the time."""
+    """A hook for each tier of every store that the test opens; and a worker that looks for what retention has to do all the time.
+
+    A store that ends waits until its leases are removed, however slow the machine is.
+    """
     found = {name: Hook() for name in NAMES}
 
     def make(uri: str, *_args: Any, **_settings: Any) -> Storage:
@@ -69,6 +74,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Hook]]:
 
     monkeypatch.setattr("tierstore.tiers.opening.open_storage", make)
     monkeypatch.setattr("tierstore.tiers.worker.worker_options", options)
+    monkeypatch.setattr("tierstore.tiers.leased._RELEASE_S", 200.0)
     yield found
     for hook in found.values():
         hook.open.set()
@@ -83,7 +89,7 @@ def saved(root: Path, *steps: int, **config: Any) -> Iterator[tierstore.Store]:
     with opened(root, **config) as store:
         for step in steps or (1,):
             store.save(step, STATE).wait("durable", 60)
-        store.sync(30)
+        store.sync(60)
         yield store
 
 
@@ -142,7 +148,7 @@ def test_a_load_that_fails_says_that_the_checkpoint_was_deleted_and_not_that_it_
         assert hooks["shared"].reached.wait(60)
         assert outcome == [], "nothing is said before the log was asked"
         hooks["shared"].open.set()
-        thread.join(30)
+        thread.join(120)
         (error,) = outcome
         assert isinstance(error, NotFoundError)
         assert "step 1 of run 'r' was deleted by collector:7" in error.message
@@ -183,16 +189,24 @@ def test_an_open_checkpoint_is_held_for_as_long_as_it_or_one_of_its_tensors_is_i
         eventually(lambda: leases(tmp_path) == [], "it is ended")
 
 
-def test_a_collector_waits_for_an_open_checkpoint_however_long_nobody_reads(tmp_path: Path, hooks: dict[str, Hook]) -> None:
+def test_a_collector_waits_for_an_open_checkpoint_however_long_nobody_reads(
+    tmp_path: Path, hooks: dict[str, Hook], taken: list[Lease]
+) -> None:
     clock = SteppedClock()
     with saved(tmp_path, clock=clock, retention=KEEP_ONE) as store:
         checkpoint = store.open_checkpoint(1)
-        eventually(lambda: len(leases(tmp_path)) == 1, "it is held")
+        (lease,) = taken
+        eventually(lambda: lease.alive, "it is held")
         for step in (2, 3):
-            clock.advance(100)  # less than what the lease waits between two beats
             store.save(step, STATE).wait("durable", 60)
-        before = _last_round(store)
-        eventually(lambda: bool(clock.advance(1)) or _last_round(store) > before, "a round of housekeeping")
+        for _ in range(6):  # twice as long as an undelete window, or as a lease without a beat
+            clock.advance(200)
+            store._session.run(lease.beat())  # as it does by itself every 150 seconds, of a real clock
+            for _ in range(2):  # the first one may have begun before
+                before = _last_round(store)
+                clock.advance(1)
+                eventually(lambda before=before: _last_round(store) > before, "a round of housekeeping")  # type: ignore[misc]
+        assert _steps(tmp_path) == [1, 3], "what nobody reads went meanwhile"
         assert torch.equal(checkpoint["w"][100:200], STATE["w"][100:200])
         checkpoint.close()
         eventually(lambda: bool(clock.advance(3600)) or _steps(tmp_path) == [3], "then it goes")
@@ -245,12 +259,16 @@ def test_the_checkpoint_that_a_run_resumed_from_stays_until_a_newer_one_is_durab
         assert far.reached.wait(60)
         engine = store._worker._engine
         assert engine is not None
-        assert engine.protected()[source].kind == "resumed-from"
+
+        async def protected() -> Mapping[Attempt, Reason]:
+            return engine.protected()
+
+        assert store._session.run(protected())[source].kind == "resumed-from"
         eventually(lambda: bool(clock.advance(3600)) or _steps(tmp_path) == [2, 3], "what no rule keeps goes; the source stays")
         assert not ticket.done("durable")
         far.open.set()
         ticket.wait("durable", 60)
-        eventually(lambda: source not in engine.protected(), "it is no source any more")
+        eventually(lambda: source not in store._session.run(protected()), "it is no source any more")
         eventually(lambda: bool(clock.advance(3600)) or _steps(tmp_path) == [3], "then it goes too")
 
 
