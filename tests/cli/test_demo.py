@@ -8,17 +8,36 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from tierstore.cli.demo import _Demo
+from tierstore.cli.demo_place import DemoPlace
 from tierstore.cli.demo_process import Tally
 from tierstore.cli.demo_report import curve_verdict, digest_verdict
 from tierstore.cli.main import app
+from tierstore.cli.options import Cli, Options
+from tierstore.cli.terminal import Terminal
+from tierstore.clock import SystemClock
+from tierstore.errors import SaveError
 
 DEMO = [sys.executable, "-m", "tierstore", "demo"]
+
+
+@contextmanager
+def children_hear_ctrl_c() -> Iterator[None]:
+    """Where the tests run in a shell's background they ignore SIGINT, and so would what they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def processes_in(folder: Path) -> list[str]:
@@ -63,17 +82,14 @@ def test_the_demo_is_killed_resumes_bit_equal_and_needs_s3_alone(tmp_path: Path)
 
 
 @pytest.mark.s3
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_ctrl_c_ends_the_demo_and_everything_that_it_started(tmp_path: Path) -> None:
     place = tmp_path / "demo"
-    process = subprocess.Popen(
-        [*DEMO, "--steps", "100000", "--directory", str(place), "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where the tests run in a shell's background
-    )
-    giving_up = threading.Timer(150, process.kill)
+    with children_hear_ctrl_c():
+        process = subprocess.Popen(
+            [*DEMO, "--steps", "100000", "--directory", str(place), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    giving_up = threading.Timer(250, process.kill)
     giving_up.start()
     try:
         assert process.stdout is not None
@@ -88,6 +104,52 @@ def test_ctrl_c_ends_the_demo_and_everything_that_it_started(tmp_path: Path) -> 
         process.wait()
     assert process.returncode == 130
     assert processes_in(place) == []
+
+
+def events_of(begun: Sequence[int], committed: Mapping[int, Sequence[int]]) -> list[dict[str, Any]]:
+    """What a training process reports that begins these saves; `committed`: step → which saves commit right after that step's began."""
+    told: list[dict[str, Any]] = []
+    for step in begun:
+        told += [{"event": "saving", "step": step}, {"event": "save", "step": step, "stall_s": 0.1}]
+        told += [{"event": "level", "step": other, "level": "committed", "seconds": 0.2} for other in committed.get(step, ())]
+    return told
+
+
+@pytest.mark.parametrize(
+    ("begun", "committed", "killed_at", "sent_after"),
+    [
+        ((1, 2, 3, 4, 5, 6), {2: (1,), 6: (5,)}, 6, 4),  # the kill came late: two more saves were begun, and one of them is whole
+        ((1, 2, 3, 4, 5, 6, 7), {7: (1,)}, 7, 7),  # the disk is slow: nothing is committed until training stands still
+        ((1, 2, 3, 4, 5, 6, 7, 8), {2: (1,), 8: (8,)}, None, 4),  # so late that it had ended
+    ],
+    ids=["late", "slow disk", "too late"],
+)
+def test_the_demo_is_killed_at_the_last_save_that_was_begun_and_not_before_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: Any, committed: Any, killed_at: int | None, sent_after: int
+) -> None:
+    seen: list[int] = []
+    sent: list[int] = []
+
+    @contextmanager
+    def trainee(*_: object) -> Iterator[Any]:
+        def events() -> Iterator[dict[str, Any]]:
+            for event in [*events_of(begun, committed), *([{"event": "closed"}] if killed_at is None else [])]:
+                seen.extend([event["step"]] if event["event"] == "saving" else [])
+                yield event
+
+        yield SimpleNamespace(pid=1, events=events, kill=lambda: sent.append(seen[-1]))
+
+    monkeypatch.setattr(_Demo, "_trainee", trainee)
+    monkeypatch.setattr(_Demo, "_show_catalog", lambda *_: SimpleNamespace(find=lambda step: None, incomplete=()))
+    cli = Cli(options=Options(), terminal=Terminal(as_json=True), clock=SystemClock())
+    demo = _Demo(cli, DemoPlace(root=tmp_path), 8)
+    if killed_at is None:
+        with pytest.raises(SaveError, match="ended before it could be killed"):
+            demo._train_and_kill()
+    else:
+        demo._train_and_kill()
+        assert demo.killed_at == killed_at
+    assert sent == [sent_after]
 
 
 def test_a_folder_that_is_not_a_demos_is_left_alone(tmp_path: Path) -> None:

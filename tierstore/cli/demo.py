@@ -97,22 +97,28 @@ class _Demo:
         self.story.chapter("Train, save in the background, be killed in mid-save")
         half = max(2 * self.every, self.steps // 2)
         last_chance = (self.steps - 1) // self.every * self.every
-        spec = self._spec(until=self.steps)
+        spec = self._spec(until=self.steps, stands_at=last_chance)  # so that it does not get past that while this process is held up
+        begun, killed = 0, False
         with self._trainee(spec, "killed") as trainee, self.story.bar("training", 0, self.steps) as bar:
             for event in trainee.events():
                 self.ours.note(event)
-                if event["event"] == "start":
+                kind = event["event"]
+                if kind == "start":
                     self._describe_training(event)
-                elif event["event"] == "step":
+                elif kind == "step":
                     bar.step(event["step"], event["loss"])
-                elif event["event"] == "level":
+                elif kind == "saving":
+                    begun = event["step"]
+                elif kind == "level":
                     self._tell_save(event)
-                elif event["event"] == "save" and not self.killed_at:
-                    safe = any("committed" in levels for levels in self.ours.levels.values())
-                    if (event["step"] >= half and safe) or event["step"] >= last_chance:
+                elif kind == "closed":
+                    killed = False  # too late
+                if not killed and begun >= half and (kind == "save" or (kind == "level" and begun == last_chance)):
+                    killed = any("committed" in levels for levels in self.ours.levels.values())
+                    if killed:
                         trainee.kill()
-                        self.killed_at = event["step"]
             pid = trainee.pid
+        self.killed_at = begun if killed else 0
         if not self.killed_at:
             raise SaveError("the training process ended before it could be killed", hint="give the demo more --steps")
         self.story.tell(
@@ -210,7 +216,7 @@ class _Demo:
 
     # ---- inside
 
-    def _spec(self, *, until: int, config: str | None = None, digests: tuple[int, ...] = ()) -> TrainSpec:
+    def _spec(self, *, until: int, config: str | None = None, digests: tuple[int, ...] = (), stands_at: int = 0) -> TrainSpec:
         return TrainSpec(
             config=str(self.place.config) if config is None else config,
             scratch=str(self.place.torch_save),
@@ -219,6 +225,7 @@ class _Demo:
             total=self.total,
             seed=20,
             digests=digests,
+            stands_at=stands_at,
         )
 
     def _trainee(self, spec: TrainSpec, name: str) -> Trainee:

@@ -26,6 +26,8 @@ class TrainSpec:
     seed: int
     digests: tuple[int, ...]
     """Report the SHA-256 of all weights and moments after these steps."""
+    stands_at: int = 0
+    """After the save of this step training stands still, for it is to be killed by then; 0: nowhere."""
 
 
 def train_command(spec: TrainSpec) -> list[str]:

@@ -25,6 +25,9 @@ __all__ = ["main", "train"]
 
 Emit = Callable[[Mapping[str, Any]], None]
 
+_STANDS_S = 120.0
+"""How long it waits to be killed before it goes on by itself."""
+
 
 def train(spec: TrainSpec, emit: Emit) -> None:
     """Trains from the newest committed checkpoint, or from the beginning, to ``spec.until``."""
@@ -79,10 +82,13 @@ def _run(trainer: Trainer, spec: TrainSpec, emit: Emit, save: Callable[[int], No
         emit({"event": "step", "step": trainer.step, "loss": loss, "seconds": time.perf_counter() - began})
         if trainer.step % spec.every == 0 or trainer.step == spec.until:
             save(trainer.step)
+        if trainer.step == spec.stands_at:
+            threading.Event().wait(_STANDS_S)
         _report_digest(trainer, spec, emit)
 
 
 def _save(store: tierstore.Store, trainer: Trainer, step: int, final: bool, emit: Emit) -> None:
+    emit({"event": "saving", "step": step})  # before it begins: who is killed in it has said so
     began = time.perf_counter()
     ticket = store.save(step, trainer.state(), metrics={"train/loss": trainer.loss}, final=final)
     emit({"event": "save", "step": step, "stall_s": time.perf_counter() - began, "attempt": ticket.attempt.name})
