@@ -180,8 +180,8 @@ def deadline(seconds: float) -> Iterator[None]:
         raise Overdue(f"not done after {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, overdue)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import measure
 import page
@@ -122,19 +125,35 @@ def test_a_suite_goes_on_without_the_peer_that_ended_its_process(tmp_path: Path,
         "        os.abort()\n"
         "    table.add(name, 1.0)\n"
     )
-    ran = run.run_suite(Suite(name="deadly", contest=True), [], 60, program=program)
+    ran = run.run_suite(Suite(name="deadly", contest=True), [], 240, program=program)
     assert ran.ended == "done"
     assert [row.name for row in ran.tables[0].measured()] == ["a", "c"]
     assert ran.tables[0].failed == {"b": "its process ended (SIGABRT)"}
 
 
 def test_a_suite_that_does_not_end_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = tmp_path / "begun"
+
+    class Popen(subprocess.Popen[str]):
+        """The limit passes when the program has come to where it waits for ever, however long that took it."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None:
+                return super().wait()
+            assert 1.0 <= timeout <= 2.0
+            end = time.monotonic() + 240
+            while not begun.exists():
+                assert time.monotonic() < end, "the program never came to where it waits"
+                time.sleep(0.01)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(run, "subprocess", SimpleNamespace(Popen=Popen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired))
     monkeypatch.setattr(run, "CACHE", tmp_path)
     program = tmp_path / "bench_endless.py"
     program.write_text(
         f"import sys, threading\nsys.path.append({str(ROOT / 'benchmarks')!r})\nfrom measure import Table\n"
         "import os, pathlib\nfolder = pathlib.Path(sys.argv[2]) / f'tierstore-bench-{os.getpid()}-x'\nfolder.mkdir()\n"
-        "Table('T', 0, 'a', key='t').add('a', 1.0)\nthreading.Event().wait()\n"
+        f"Table('T', 0, 'a', key='t').add('a', 1.0)\npathlib.Path({str(begun)!r}).touch()\nthreading.Event().wait()\n"
     )
     ran = run.run_suite(Suite(name="endless"), ["--directory", str(tmp_path)], 2.0, program=program)
     assert ran.ended == "not done after 2 s"
@@ -144,10 +163,11 @@ def test_a_suite_that_does_not_end_keeps_what_it_has(tmp_path: Path, monkeypatch
 
 def test_a_planned_suite_is_told_what_time_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "CACHE", tmp_path)
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: 5.0))
     program = tmp_path / "bench_told.py"
     program.write_text("import sys; print(sys.argv[sys.argv.index('--within') + 1])")
     ran = run.run_suite(Suite(name="told", planned=True), [], 100.0, program=program)
-    assert 60 < float(ran.output) < 75, "something is left for the last measurement"
+    assert float(ran.output) == 70, "something is left for the last measurement"
 
 
 def test_planned_suites_make_do_with_less_where_all_limits_are_too_much() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import fitting
 import pytest
@@ -131,7 +132,7 @@ def test_without_turns_in_common_a_ratio_is_that_of_the_medians() -> None:
 def test_a_state_is_halved_until_two_turns_fit_into_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(fitting, "fact", lambda name, value: told.append(name))
-    monkeypatch.setattr(fitting.time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(fitting, "time", SimpleNamespace(monotonic=lambda: 0.0))
     size, second = 2 << 30, 3 * 2**28
     speed = fitting.Speed(copy=second, write=second, hash=second)  # a second for 256 MiB
 
