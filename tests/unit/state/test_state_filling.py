@@ -72,7 +72,7 @@ def test_rules_fill_it_from_what_is_stored_converted_and_say_so(into: Any, caplo
     with caplog.at_level(logging.WARNING):
         loaded = load_state(left_out(truth), run, into=wanted, options=LoadOptions(fill=FILL))
     assert_same_state(loaded, filled(truth))
-    [told] = [r.getMessage() for r in caplog.records]
+    [told] = [r.getMessage() for r in caplog.records if r.name.startswith("tierstore.state")]
     assert "3 tensors that the checkpoint lacks were filled" in told
     assert "optim.master.w (float32 from bfloat16 model.w)" in told
 
@@ -216,7 +216,7 @@ def test_rules_that_match_nothing_are_named_also_where_the_others_fill_all(caplo
     assert r"rule 1 (ema\.(.*)) matches nothing that is stored" in caplog.text
     caplog.clear()
     load_state(left_out(state(), omit=()), run, options=LoadOptions(fill=fill))
-    assert caplog.text == ""  # nothing was lacking: no rule was needed
+    assert not [r for r in caplog.records if r.name.startswith("tierstore.state")]  # nothing was lacking: no rule was needed
 
 
 def test_a_long_list_of_stored_names_does_not_make_the_search_for_near_ones_long() -> None:
