@@ -85,6 +85,12 @@ def near_and_far(patch: Any, hooks: Mapping[str, Hook] | None = None) -> dict[st
     return made
 
 
+def patiently(patch: Any) -> None:
+    """What a load brought near is waited for in this process, and leases are removed, however long the machine stands still meanwhile."""
+    patch.setattr("tierstore.store._SETTLE_S", 200.0)
+    patch.setattr("tierstore.tiers.leased._RELEASE_S", 200.0)
+
+
 class _Patch:
     def setattr(self, name: str, value: Any) -> None:
         module, _, attribute = name.rpartition(".")
@@ -123,6 +129,7 @@ def load_in_child(
             await asyncio.to_thread(threading.Event().wait, 120)
 
     try:
+        patiently(_Patch())
         made = near_and_far(_Patch(), {"far": stand_still} if hold else None)
         with tierstore.open(config) as store:
             if barrier is not None:

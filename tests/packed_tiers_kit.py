@@ -108,7 +108,7 @@ class Place:
 
     def names(self, part: str) -> list[str]:
         """The bucket's files whose path has `part` in it."""
-        return [name for name in self.bucket._files if part in name]
+        return [name for name in list(self.bucket._files) if part in name]  # a store at work may write there just now
 
     def remove(self, name: str) -> None:
         """Takes a file out of the bucket."""

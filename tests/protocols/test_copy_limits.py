@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable
 
 import pytest
@@ -22,25 +23,34 @@ from tierstore.errors import (
 from tierstore.tiers.budget import ByteBudget
 from tierstore.tiers.retry import Backoff, Verdict, judge
 
+FOR_EVER_S = 1e6
+"""For a budget that lets nobody through over it, however long this machine stands still."""
+
 
 async def turns(condition: Callable[[], bool]) -> None:
     """Lets other tasks run until the condition holds."""
-    for _ in range(2000):
-        if condition():
-            return
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end, "the condition never held"
         await asyncio.sleep(0.001)
-    raise AssertionError("the condition never held")
+
+
+async def waits(*asked: asyncio.Future[memoryview]) -> None:
+    """Lets those who ask for bytes get as far as they can: all of them wait."""
+    await asyncio.sleep(0)  # their tasks begin
+    for _ in range(20):  # all that happens here happens on this loop: what could be granted is, within a few turns of it
+        await asyncio.sleep(0)
+    assert not any(one.done() for one in asked)
 
 
 def test_a_buffer_counts_until_the_last_view_of_it_is_gone() -> None:
     async def run() -> None:
-        budget = ByteBudget(100)
+        budget = ByteBudget(100, patience_s=FOR_EVER_S)
         whole = await budget.take(60)
         part = whole[10:20]
         second = asyncio.ensure_future(budget.take(60))
         del whole
-        await asyncio.sleep(0.02)
-        assert not second.done()  # a slice of it is still in use
+        await waits(second)  # a slice of it is still in use
         del part
         await turns(second.done)
         assert budget.in_flight == 60
@@ -51,15 +61,14 @@ def test_a_buffer_counts_until_the_last_view_of_it_is_gone() -> None:
 
 def test_requests_are_served_in_order_and_an_oversized_one_alone() -> None:
     async def run() -> None:
-        budget = ByteBudget(100)
+        budget = ByteBudget(100, patience_s=FOR_EVER_S)
         first = await budget.take(80)
         big = asyncio.ensure_future(budget.take(500))
         small = asyncio.ensure_future(budget.take(10))
-        await asyncio.sleep(0.01)
-        assert not small.done()  # it would fit, but is not let past the one before it: that one would starve
+        await waits(small)  # it would fit, but is not let past the one before it: that one would starve
         del first
         await turns(big.done)
-        assert not small.done()
+        await waits(small)
         del big
         await turns(small.done)
 
@@ -68,11 +77,11 @@ def test_requests_are_served_in_order_and_an_oversized_one_alone() -> None:
 
 def test_a_cancelled_request_gives_its_turn_on() -> None:
     async def run() -> None:
-        budget = ByteBudget(100)
+        budget = ByteBudget(100, patience_s=FOR_EVER_S)
         held = await budget.take(60)
         big = asyncio.ensure_future(budget.take(90))
         small = asyncio.ensure_future(budget.take(30))
-        await asyncio.sleep(0.01)
+        await waits(big, small)
         big.cancel()
         await turns(small.done)
         del held, small, big

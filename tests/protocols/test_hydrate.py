@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fork_kit import SERVER
-from hydrate_kit import Counted, Hook, config_of, files_below, load_in_child, make_store, nothing, state_of
+from hydrate_kit import Counted, Hook, config_of, files_below, load_in_child, make_store, nothing, patiently, state_of
 from retention_kit import housekeeping, info_of, policy_of
 from tiers_kit import SteppedClock, attempt_at, path_of, run, save, tiers_in
 
@@ -37,6 +37,14 @@ from tierstore.tiers.verify import verify
 RANKS = 8
 
 
+@pytest.fixture(scope="module", autouse=True)
+def patient() -> Iterator[None]:
+    """A machine that stands still for seconds is no reason to leave something for the next process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patiently(patch)
+        yield
+
+
 def counted(folder: Path, hook: Hook = nothing) -> Tiers:
     return tiers_in(folder, ("node", "far"), wrap={"far": lambda storage: Counted(storage, hook)})
 
@@ -58,10 +66,12 @@ class Node:
     async def read(self, attempt: Attempt, wants: Sequence[tuple[str, int, int]]) -> list[bytes]:
         """Reads ranges (file, first byte, end) as one load; returns when what came near counts."""
         replica = await self.leases.open(await info_of(self.tiers, attempt))
+        if replica.lease is not None:
+            await replica.lease.settled()  # else it may still be on its way when a test looks for it
         replica.hydrating = self.hydration.onto(self.tiers.get("node"))
         buffers = [memoryview(bytearray(end - begin)) for _, begin, end in wants]
         await replica.read([Want(file, begin, buffer) for (file, begin, _), buffer in zip(wants, buffers, strict=True)])
-        await self.hydration.settled(60.0)
+        await self.hydration.settled(200.0)
         await self.hydration.close(1.0)
         replica.let_go()
         await self.leases.close()
@@ -208,7 +218,7 @@ POINTS = [
 
 
 @pytest.fixture(scope="module")
-def dropped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dropped(patient: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint on the far tier, whose copy on the node was dropped on purpose."""
     root = tmp_path_factory.mktemp("dropped")
     make_store(root)
@@ -222,8 +232,8 @@ def in_child(root: Path, environment: dict[str, str]) -> tuple[int | None, Any]:
     results = SERVER.Queue()
     child = SERVER.Process(target=load_in_child, args=(str(root), config_of(root), None, results, 0, "", environment))
     child.start()
-    child.join(60)
-    return child.exitcode, None if child.exitcode else results.get(timeout=60)
+    child.join(200)
+    return child.exitcode, None if child.exitcode != 0 else results.get(timeout=60)
 
 
 @pytest.mark.parametrize("point", POINTS)

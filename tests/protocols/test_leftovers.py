@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,10 @@ def test_a_store_that_saves_sweeps_what_a_killed_process_left(tmp_path: Path) ->
     left = [leave_temporaries(tmp_path / tier) for tier in ("node", "shared")]
     with tierstore.open([str(tmp_path / "node"), str(tmp_path / "shared")], run="r") as store:
         store.save(1, {"w": torch.ones(3)})
+        end = time.monotonic() + 120
+        while any(dead.exists() for dead, _ in left):  # beside the save, which does not wait for it
+            assert time.monotonic() < end, left
+            time.sleep(0.005)
     for dead, alive in left:
         assert not dead.exists()
         assert alive.exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -256,11 +257,10 @@ class Full(OsSyscalls):
     """A disk on which the third piece of a file finds no room, once."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self._calls = itertools.count(1)  # no call is lost, or counted twice, by threads that come at once
 
     def pwrite(self, *args: Any) -> int:
-        self.calls += 1
-        if self.calls == 3:
+        if next(self._calls) == 3:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return super().pwrite(*args)
 

@@ -7,6 +7,7 @@ import fcntl
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tierstore.crashpoints import CRASH_EXIT
 from tierstore.errors import IntegrityError, LockedError, TierFullError
 from tierstore.names import Attempt
 from tierstore.testing.flows import HookedStorage, folder_tiers, new_attempt, save_job
+from tierstore.tiers.budget import ByteBudget
 from tierstore.tiers.catalog import scan
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.locks import RunLock, lock_path
@@ -177,7 +179,7 @@ def test_cancelling_a_copy_leaves_nothing_and_the_next_one_finishes(tmp_path: Pa
 
         hooked(tiers, "pfs").hook = stall
         task = asyncio.ensure_future(promote(tiers, attempt, "object", clock=CLOCK))
-        await asyncio.wait_for(reading.wait(), 20)
+        await asyncio.wait_for(reading.wait(), 120)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -198,15 +200,15 @@ def test_bytes_in_flight_are_bounded_over_all_copies(tmp_path: Path) -> None:
         attempt = new_attempt("r", 5)
         for rank in range(4):
             await stage(tiers, attempt, rank=rank, world_size=4, nbytes=20_000_000, seed=1)
-        context = CopyContext.make(tiers, CLOCK, budget_nbytes=17 << 20, files_in_flight=4)
+        budget = ByteBudget(17 << 20, patience_s=1e6)  # nobody is let through over it, however long this machine stands still
+        context = replace(CopyContext.make(tiers, CLOCK, files_in_flight=4), budget=budget)
         report = await reconcile(tiers, "r", clock=CLOCK, context=context)
         assert report.ok
-        assert 0 < context.budget.peak <= 17 << 20
-        for _ in range(100):
-            if context.budget.in_flight == 0:
-                break
+        assert 0 < budget.peak <= 17 << 20
+        end = CLOCK.monotonic() + 120
+        while budget.in_flight:  # a thread may still let go of what it has written
+            assert CLOCK.monotonic() < end
             await asyncio.sleep(0.01)
-        assert context.budget.in_flight == 0
 
     asyncio.run(run())
     assert replicas(folder_tiers(tmp_path, {"pfs": "shared", "object": "shared"})) == {5: {"pfs", "object"}}
@@ -347,9 +349,9 @@ tiers = folder_tiers(Path(sys.argv[1]), {"memory": "node", "nvme": "node", "pfs"
 with LoopSession(tiers) as session:
     worker = Worker(session, "r")
     ticket = worker.submit(save_job(new_attempt("r", 7), seed=7))
-    ticket.wait("staged", 30)
+    ticket.wait("staged", 100)
     print("staged", flush=True)
-    worker.close(30)
+    worker.close(100)
 """
 
 POINTS = [
@@ -374,7 +376,7 @@ POINTS = [
 @pytest.mark.parametrize("point", POINTS)
 def test_another_process_takes_over_from_every_instant(tmp_path: Path, point: str) -> None:
     """Case 52: a copy that was finished but not recorded, or any other half-done state, is continued by whoever comes next."""
-    ran = run_forked(_SAVE, str(tmp_path), env={"TIERSTORE_CRASH_AT": point})
+    ran = run_forked(_SAVE, str(tmp_path), env={"TIERSTORE_CRASH_AT": point}, timeout_s=200)
     assert ran.returncode == CRASH_EXIT, ran.stderr
     tiers = folder_tiers(tmp_path, LAYOUT)
     before = asyncio.run(scan(tiers, "r"))
