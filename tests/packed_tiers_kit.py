@@ -75,7 +75,7 @@ class Place:
     def save(self, config: dict[str, Any], *steps: int, **how: Any) -> None:
         with self.open(config) as store:
             for step in steps:
-                store.save(step, adam_state(step), **how).wait("far", timeout=60)
+                store.save(step, adam_state(step), **how).wait("far", timeout=200)
 
     def take(self, other: Place) -> None:
         """Holds from now on what the tiers of `other` hold."""

@@ -233,7 +233,7 @@ def in_child(root: Path, environment: dict[str, str]) -> tuple[int | None, Any]:
     child = SERVER.Process(target=load_in_child, args=(str(root), config_of(root), None, results, 0, "", environment))
     child.start()
     child.join(200)
-    return child.exitcode, None if child.exitcode != 0 else results.get(timeout=60)
+    return child.exitcode, None if child.exitcode != 0 else results.get(timeout=200)
 
 
 @pytest.mark.parametrize("point", POINTS)

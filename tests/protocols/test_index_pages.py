@@ -250,4 +250,4 @@ def test_rows_asked_for_on_the_event_loop_itself_are_an_error_and_no_deadlock(tw
         with pytest.raises(UsageError, match="own event loop"):
             replica.index.find(name_of(1))
 
-    loop.run(ask(), timeout=60)
+    loop.run(ask(), timeout=200)

@@ -161,7 +161,7 @@ def test_what_the_authority_had_dropped_on_purpose_comes_back_as_a_log_only(tmp_
 def test_a_store_in_python_loads_and_refuses_to_save_before_anything_is_staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer hears of it when it resumes, not hours later."""
     with open_over(monkeypatch, unsynced, tmp_path) as store:
-        store.save(1, {"step": 1}).wait("durable", timeout=60)
+        store.save(1, {"step": 1}).wait("durable", timeout=200)
     shutil.rmtree(tmp_path / "shared")
     before = files(tmp_path)
     with open_over(monkeypatch, unsynced, tmp_path) as store:

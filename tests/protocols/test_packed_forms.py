@@ -125,7 +125,7 @@ def test_two_processes_with_different_codecs_that_copy_a_checkpoint_at_once_leav
     monkeypatch.setattr("packed_tiers_kit.Bucket", lambda name: Meeting())
     packs, plain = place.config(codec="zstd"), place.config()
     with place.open({**plain, "tiers": plain["tiers"][:2]}) as store:
-        store.save(1, adam_state(1)).wait("committed", timeout=60)
+        store.save(1, adam_state(1)).wait("committed", timeout=200)
     with place.session(packs if packs_first else plain) as one, place.session(plain if packs_first else packs) as other:
         info = one.run(scan(one.tiers, "r")).find(1)
         assert info is not None

@@ -66,9 +66,9 @@ def test_bytes_that_the_tier_has_already_need_no_room(place: Place, monkeypatch:
     config = place.config(codec="zstd", unchanged_once=True)
     place.save(config, 1)
     with place.open(config) as store:
-        store.save(2, lora_state(2)).wait("far", timeout=60)
+        store.save(2, lora_state(2)).wait("far", timeout=200)
         leave(place, monkeypatch, 3 * MIB)
-        store.save(3, lora_state(3)).wait("far", timeout=60)
+        store.save(3, lora_state(3)).wait("far", timeout=200)
     with place.open(config) as store:
         assert store.checkpoints()[-1].complete_on == ("node", "shared", "far")
 
@@ -117,10 +117,10 @@ def test_a_save_straight_to_a_packed_tier_is_estimated_by_the_one_before(tmp_pat
 
     monkeypatch.setattr(PosixStorage, "free_nbytes", free_nbytes)
     with tierstore.open(config) as store:
-        store.save(1, adam_state(1)).wait("committed", timeout=60)
+        store.save(1, adam_state(1)).wait("committed", timeout=200)
         raw = store.checkpoints()[0].nbytes
         free[0] = 64 * MIB + raw - raw // 20
-        store.save(2, adam_state(2)).wait("committed", timeout=60)
+        store.save(2, adam_state(2)).wait("committed", timeout=200)
         free[0] = 64 * MIB + raw // 4
         ticket = store.save(3, adam_state(3))
         with pytest.raises(DeadlineError, match=r"TierFullError.* are wanted \(about that, packed; \d+ before\)"):
@@ -131,7 +131,7 @@ def test_a_save_straight_to_a_packed_tier_is_estimated_by_the_one_before(tmp_pat
 def test_a_tier_with_a_capacity_is_told_what_a_copy_really_took(place: Place) -> None:
     config = place.config(codec="zstd", unchanged_once=False, capacity="100MiB")
     with place.open({**config, "tiers": config["tiers"][:2]}) as store:
-        store.save(1, adam_state(1)).wait("committed", timeout=60)
+        store.save(1, adam_state(1)).wait("committed", timeout=200)
     with place.session(config) as session:
         info = session.run(scan(session.tiers, "r")).find(1)
         assert info is not None
@@ -194,13 +194,13 @@ def test_a_checkpoint_is_adopted_onto_a_packed_tier_that_only_has_room_for_it_pa
     free = leave_on_disk(monkeypatch, tmp_path / "a")
     config = {"version": 1, "run": "r", "tiers": [{"name": "a", "uri": str(tmp_path / "a"), "scope": "shared", "codec": "zstd"}]}
     with tierstore.open(config) as store:
-        store.save(1, adam_state(1)).wait("committed", timeout=60)
+        store.save(1, adam_state(1)).wait("committed", timeout=200)
         raw = store.checkpoints()[0].nbytes
         free[0] = 64 * MIB + raw // 4
         with pytest.raises(TierFullError, match=r"are wanted \(about that, packed; "):
             store.adopt(tmp_path / "foreign.pt", step=7)
         free[0] = 64 * MIB + raw - raw // 20
-        store.adopt(tmp_path / "foreign.pt", step=7).wait("committed", timeout=60)
+        store.adopt(tmp_path / "foreign.pt", step=7).wait("committed", timeout=200)
         assert_same_state(store.load(7), adam_state(7))
 
 
@@ -210,7 +210,7 @@ def node_without_step_2(place: Place) -> tuple[dict[str, Any], int]:
     config = {**config, "tiers": [{**config["tiers"][0], "codec": "zstd"}, config["tiers"][1]]}
     with place.open(config) as store:
         for step in (1, 2):
-            store.save(step, adam_state(step)).wait("committed", timeout=60)
+            store.save(step, adam_state(step)).wait("committed", timeout=200)
         raw = store.checkpoints()[0].nbytes
     for folder in (place.root / "node" / "r").glob("step-0000000002-*"):
         shutil.rmtree(folder)

@@ -56,7 +56,7 @@ def test_a_footer_that_no_writer_of_ours_made_is_found_without_reading_data(tmp_
     config = place.config(codec="zstd", unchanged_once=True)
     with place.open(config) as store:
         for step in (1, 2, 3):  # the later two take nearly all bytes from the first
-            store.save(step, {**adam_state(1), "step": step}).wait("far", timeout=60)
+            store.save(step, {**adam_state(1), "step": step}).wait("far", timeout=200)
     first, second, third = (raw(place, step) for step in (1, 2, 3))
     folder, _, name = first.rpartition("/")
     gone = tuple(f"{folder[:-26]}00{folder[-24:-6]}{number:06d}/{name}" for number in range(20_000))

@@ -81,7 +81,7 @@ def both(request: pytest.FixtureRequest, place: Place) -> Iterator[tuple[Process
     """One that quantises on the far tier, and one that does not; step 1 is not there yet."""
     quantises, exact = place.config(codec="zstd", quantise="q8"), place.config(codec=request.param)
     with place.open({**exact, "tiers": exact["tiers"][:2]}) as store:
-        store.save(1, adam_state(1)).wait("committed", timeout=60)
+        store.save(1, adam_state(1)).wait("committed", timeout=200)
     with place.session(quantises) as first, place.session(exact) as second:
         yield Process(first), Process(second)
 
@@ -90,7 +90,7 @@ def test_what_was_recorded_while_a_copy_was_quantised_lies_beside_it_too(place: 
     """Two tiers that are copied to at the same time, say: the archive alone has then a log without gaps."""
     config = place.config(codec="zstd", quantise="q8")
     with place.open({**config, "tiers": config["tiers"][:2]}) as store:
-        store.save(1, adam_state(1)).wait("committed", timeout=60)
+        store.save(1, adam_state(1)).wait("committed", timeout=200)
     with place.session(config) as session:
         process = Process(session)
         copied = session.run(process.write())

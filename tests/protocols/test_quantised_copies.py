@@ -145,7 +145,7 @@ def test_a_scheme_where_no_tier_quantises_is_told_before_anything_is_staged(plac
     with place.open(place.config(codec="zstd")) as store:
         with pytest.raises(UsageError, match="this store has none"):
             store.save(1, adam_state(1), quantise="q8")
-        store.save(1, adam_state(1), quantise="exact").wait("far", timeout=60)
+        store.save(1, adam_state(1), quantise="exact").wait("far", timeout=200)
         assert [info.step for info in store.checkpoints()] == [1]
 
 
@@ -195,7 +195,7 @@ def test_rows_of_weights_are_exact_from_a_quantised_copy_and_nothing_is_said(
 ) -> None:
     large = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(9))  # blocks of its own
     with place.open(config) as store:
-        store.save(1, {**adam_state(1), "large": large}).wait("far", timeout=60)
+        store.save(1, {**adam_state(1), "large": large}).wait("far", timeout=200)
     place.lose_exact_shards()
     with place.open(config) as store, store.open_checkpoint() as checkpoint:
         got = checkpoint["large"][400:408]
@@ -319,7 +319,7 @@ def test_what_was_resumed_from_a_quantised_copy_is_stored_exact(
     with place.open(config) as store:
         resumed = store.resume()
         assert resumed is not None
-        store.save(2, resumed.state).wait("far", timeout=60)
+        store.save(2, resumed.state).wait("far", timeout=200)
     assert "is stored exact: the training was resumed from a quantised copy" in caplog.text
     with place.session(config, create=False) as session:
         assert info_of(session, 2).replicas["far"] == "complete"
@@ -327,7 +327,7 @@ def test_what_was_resumed_from_a_quantised_copy_is_stored_exact(
         path.unlink()
     with place.open(config) as store:  # the lineage stays what it was
         assert_same_state(store.load(2), resumed.state)
-        store.save(3, adam_state(3)).wait("far", timeout=60)
+        store.save(3, adam_state(3)).wait("far", timeout=200)
     with place.session(config, create=False) as session:
         assert info_of(session, 3).replicas["far"] == "complete"
 
@@ -340,7 +340,7 @@ def test_more_generations_are_quantised_where_the_tier_says_so(place: Place) -> 
         with place.open(config) as store:
             resumed = store.resume()
             assert resumed is not None
-            store.save(step, resumed.state).wait("far", timeout=60)
+            store.save(step, resumed.state).wait("far", timeout=200)
         with place.session(config, create=False) as session:
             info = info_of(session, step)
             assert info.replicas["far"] == state
@@ -353,7 +353,7 @@ def test_a_training_that_read_exact_copies_has_no_generation(place: Place, confi
     with place.open(config) as store:
         resumed = store.resume()
         assert resumed is not None
-        store.save(3, resumed.state).wait("far", timeout=60)
+        store.save(3, resumed.state).wait("far", timeout=200)
     with place.session(config, create=False) as session:
         assert info_of(session, 3).replicas["far"] == "quantised"
 
@@ -472,7 +472,7 @@ def test_a_copy_that_was_interrupted_is_finished_as_it_is_wanted_by_then(
 ) -> None:
     """Shards that are there, but not exact, never become part of a copy that is said to be."""
     with place.open({**config, "tiers": config["tiers"][:2]}) as store:
-        store.save(1, adam_state(1)).wait("committed", timeout=60)
+        store.save(1, adam_state(1)).wait("committed", timeout=200)
 
     def reach(name: str) -> None:
         if name == point:
@@ -552,7 +552,7 @@ def test_a_quantised_copy_goes_with_what_proves_it(place: Place, config: dict[st
     clock = SteppedClock()
     with place.open(config, clock) as store:
         for step in (1, 2):
-            store.save(step, adam_state(step)).wait("far", timeout=60)
+            store.save(step, adam_state(step)).wait("far", timeout=200)
             clock.advance(7200)
     place.free(config, clock)
     assert [name for name in place.bucket._files if "step-0000000001" in name] == []
@@ -617,7 +617,7 @@ def test_errors_that_nobody_can_measure_are_not_told_as_none(place: Place, confi
     state = adam_state(1)
     state["optim"]["w"]["exp_avg_sq"] = -1 - state["optim"]["w"]["exp_avg_sq"]
     with place.open(config) as store:
-        store.save(1, state).wait("far", timeout=60)
+        store.save(1, state).wait("far", timeout=200)
     with place.session(config) as session:
         told = info_of(session).quantised_on("far")
     assert told is not None

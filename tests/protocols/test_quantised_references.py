@@ -46,7 +46,7 @@ def stored(place: Place, step: int) -> int:
 def save(place: Place, config: dict[str, Any], *steps: int) -> None:
     with place.open(config) as store:
         for step in steps:
-            store.save(step, state_of(step)).wait("far", timeout=60)
+            store.save(step, state_of(step)).wait("far", timeout=200)
 
 
 def facts_of(session: Session, step: int) -> Any:
@@ -76,7 +76,7 @@ def test_an_exact_copy_takes_the_exact_blocks_of_a_quantised_one(place: Place) -
     config = place.config(codec="zstd", quantise="q8", unchanged_once=True)
     save(place, config, 1)
     with place.open(config) as store:
-        store.save(2, state_of(2), quantise="exact").wait("far", timeout=60)
+        store.save(2, state_of(2), quantise="exact").wait("far", timeout=200)
     assert stored(place, 2) < 2 * MIB
     place.lose_exact_shards()
     with place.open(config) as store:
