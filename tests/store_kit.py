@@ -30,10 +30,13 @@ def unsynced(uri: str) -> Storage:
     return PosixStorage(Path(uri), durable=False)
 
 
-def has_error(ticket: Ticket) -> Ticket:
-    """Returns when something went wrong with a save: what a short wait, or a call, says then no longer depends on who is quicker."""
+def has_error(ticket: Ticket, *, times: int = 1) -> Ticket:
+    """Returns when something went wrong with a save: what a short wait, or a call, says then no longer depends on who is quicker.
+
+    `times`: on so many tiers.
+    """
     end = time.monotonic() + 60
-    while not ticket.errors:
+    while len(ticket.errors) < times:
         assert time.monotonic() < end, f"nothing goes wrong with {ticket!r}: {ticket.events}"
         time.sleep(0.005)
     return ticket

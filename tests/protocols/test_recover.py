@@ -31,7 +31,7 @@ def stored(root: Path, steps: tuple[int, ...] = (1, 2)) -> list[Attempt]:
         worker = Worker(session, "r", options=FAST)
         for attempt in attempts:
             worker.submit(save_job(attempt, seed=attempt.step))
-        worker.close(30)
+        worker.close(200)
     return attempts
 
 
@@ -101,12 +101,12 @@ def test_later_decisions_come_back_with_the_log_as_far_as_replicas_have_them(tmp
     with LoopSession(folder_tiers(tmp_path, {"nvme": "node", "pfs": "shared"})) as session:
         worker = Worker(session, "r", options=FAST)
         worker.submit(save_job(attempt))
-        worker.close(30)
+        worker.close(200)
     asyncio.run(pin())
     with LoopSession(folder_tiers(tmp_path, LAYOUT)) as session:
         worker = Worker(session, "r", options=FAST)
-        worker.drain(30)  # the bucket's copy of the log is made after the pin
-        worker.close(30)
+        worker.drain(200)  # the bucket's copy of the log is made after the pin
+        worker.close(200)
     shutil.rmtree(tmp_path / "pfs")
     assert run(tmp_path).ok
     assert catalog(tmp_path).checkpoints[0].pins == ("paper",)

@@ -109,17 +109,17 @@ def test_a_fork_while_fsspecs_lock_is_held_does_not_hang_the_child(moto_server: 
     def hold() -> None:
         with lock:
             held.set()
-            done.wait(60)
+            done.wait(250)
 
     holder = threading.Thread(target=hold)
     holder.start()
-    held.wait(60)
+    assert held.wait(60)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork with threads: that is what is tested
             child = multiprocessing.get_context("fork").Process(target=_read_in_child, args=(storage,))
             child.start()
-        child.join(60)
+        child.join(200)
         if child.is_alive():
             child.kill()
         assert child.exitcode == 0

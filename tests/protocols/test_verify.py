@@ -44,7 +44,7 @@ def stored(tmp_path: Path) -> tuple[Path, Attempt]:
     with LoopSession(folder_tiers(tmp_path, LAYOUT)) as session:
         worker = Worker(session, "r", options=FAST)
         worker.submit(save_job(attempt, nbytes=7_000_000))
-        worker.close(30)
+        worker.close(200)
     return tmp_path, attempt
 
 
@@ -178,7 +178,7 @@ def test_a_copy_that_is_still_pending_is_a_note(tmp_path: Path) -> None:
     with LoopSession(folder_tiers(tmp_path, {"nvme": "node", "pfs": "shared"})) as session:
         worker = Worker(session, "r", options=FAST)
         worker.submit(save_job(new_attempt("r", 1)))
-        worker.close(30)
+        worker.close(200)
     report = check(tmp_path)
     assert [(f.code, f.tier) for f in report.findings] == [("V112", "object")]
     assert report.exit_code == 0
@@ -341,7 +341,7 @@ def test_lost_logs_are_one_line_with_all_steps(tmp_path: Path) -> None:
         worker = Worker(session, "r", options=FAST)
         for step in (1, 2, 3):
             worker.submit(save_job(new_attempt("r", step)))
-        worker.close(30)
+        worker.close(200)
     shutil.rmtree(tmp_path / "pfs")
     report = check(tmp_path)
     assert codes(report) == [("V110", "pfs")] * 3
@@ -371,7 +371,7 @@ def test_a_tier_that_goes_down_is_not_asked_for_every_checkpoint(tmp_path: Path)
         worker = Worker(session, "r", options=FAST)
         for step in range(12):
             worker.submit(save_job(new_attempt("r", step), nbytes=1000))
-        worker.close(60)
+        worker.close(200)
     tiers = folder_tiers(tmp_path, LAYOUT)
     storage = tiers.get("object").storage
     assert isinstance(storage, HookedStorage)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiers_kit import Gate, SteppedClock
+from tiers_kit import Gate, SteppedClock, was_set
 
 from tierstore.clock import Clock
 from tierstore.errors import (
@@ -125,8 +125,9 @@ def test_latest_moves_only_with_the_commit(tmp_path: Path) -> None:
     """Case 2: `latest` does not advance while the authority has not the commit record."""
     with working(tmp_path, SHORT) as (worker, session):
         worker.submit(save_job(new_attempt("r", 1))).wait("committed", 60)
-        gate = hook(session, "pfs", Gate("create", matching=".log"))
-        ticket = worker.submit(save_job(new_attempt("r", 2)))
+        attempt = new_attempt("r", 2)
+        gate = hook(session, "pfs", Gate("create", matching=attempt.log_folder))  # step 1 may still write that it was copied
+        ticket = worker.submit(save_job(attempt))
         assert gate.reached.wait(60)
         assert latest(session) == 1
         gate.open.set()
@@ -224,6 +225,9 @@ def test_with_skip_oldest_a_slow_tier_takes_the_newest_first_and_the_others_late
     with working(tmp_path, SHORT, options) as (worker, session):
         gate = hook(session, "object", Gate("write"))
         tickets = [worker.submit(save_job(new_attempt("r", step))) for step in (1, 2, 3, 4)]
+        order: list[int] = []
+        for ticket in tickets:
+            ticket.on("object", lambda event: order.append(event.attempt.step))
         for ticket in tickets:
             ticket.wait("committed", 60)
         eventually(lambda: len([p for p in worker.pending() if p.tier == "object"]) == 4, "four wait for the bucket")
@@ -233,7 +237,6 @@ def test_with_skip_oldest_a_slow_tier_takes_the_newest_first_and_the_others_late
         gate.open.set()
         worker.drain(60)
         assert all(t.done("object") for t in tickets)  # put off, not lost
-        order = [t.attempt.step for t in sorted(tickets, key=lambda t: next(e.at for e in t.events if e.level == "object"))]
         assert order == [under_way, *sorted({1, 2, 3, 4} - {under_way}, reverse=True)]
 
 
@@ -411,6 +414,8 @@ def test_ranks_on_one_node_commit_without_a_collective(tmp_path: Path) -> None:
         for ticket in tickets:
             for level in ("staged", "memory", "nvme", "committed", "object"):
                 ticket.wait(level, 60)
+        for worker, _ in workers:
+            worker.drain(60)  # the documents beside the parts on this node come after the commit, at leisure
         info = workers[0][1].run(scan(workers[0][1].tiers, "r")).checkpoints[0]
         assert info.world_size == 2
         assert info.complete_on == tuple(LAYOUT)
@@ -449,7 +454,8 @@ def test_a_rank_that_never_reports_condemns_the_attempt_by_name(tmp_path: Path) 
         tickets = [w.submit(save_job(attempt, rank=n, world_size=3)) for n, (w, _) in enumerate(workers[:2])]
         parts = [tmp_path / "pfs" / attempt.path(part_name(rank)) for rank in range(2)]
         eventually(lambda: all(part.exists() for part in parts), "the two have reported")
-        clock.advance(100)
+        # Again and again: a rank whose part another one's worker has carried may not have begun to count yet.
+        eventually(lambda: clock.advance(100) or all(ticket.failure is not None for ticket in tickets), "both hear of it")
         for ticket in tickets:
             with pytest.raises(SaveError, match="rank 2") as error:
                 ticket.wait("committed", 60)
@@ -479,7 +485,9 @@ def test_a_forked_child_gets_a_clear_refusal(tmp_path: Path) -> None:
     with working(tmp_path, SHORT) as (worker, _):
         worker.submit(save_job(new_attempt("r", 1))).wait("committed", 60)
         read, write = os.pipe()
-        child = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork with threads: that is what is tested
+            child = os.fork()
         if child == 0:
             try:
                 worker.submit(save_job(new_attempt("r", 2)))
@@ -577,7 +585,7 @@ def test_skip_oldest_skips_an_image_that_is_refused_while_the_next_save_waits(tm
     async def refused(operation: str, path: str) -> None:
         if operation == "write":
             writing.set()
-            await asyncio.to_thread(refuse.wait, 60)
+            await was_set(refuse)
             raise TemporaryError("down")
 
     with working(tmp_path, SHORT, replace(FAST, backlog="skip_oldest", max_inflight=job.nbytes)) as (worker, session):
@@ -619,11 +627,11 @@ def test_when_the_background_work_dies_close_says_so_instead_of_waiting(tmp_path
     die = threading.Event()
 
     async def dies(engine: Engine) -> None:
-        await asyncio.to_thread(die.wait, 60)
+        await was_set(die)
         raise ZeroDivisionError("a fault")
 
     monkeypatch.setattr(Engine, "rescan_when_idle", dies)
-    with working(tmp_path, SHORT) as (worker, session):
+    with working(tmp_path, SHORT, replace(FAST, patience_s=600.0)) as (worker, session):  # the end is what it hears of, not its patience's
         hook(session, "pfs", Gate("write", error=lambda: TemporaryError("down")))
         worker.submit(save_job(new_attempt("r", 1))).wait("staged", 60)
         die.set()
