@@ -99,13 +99,14 @@ def test_a_process_that_ends_at_once_leaves_no_copy_that_nobody_has_awaited(tmp_
 
         async def publish_and_end(files: Any) -> None:
             await files.put("f", bytes_of(1, 10))
-            for _ in range(6):  # the lanes begin, and end before what they began has begun
+            for number in range(6):  # the lanes begin, and end before what they began has begun
                 await files._mover.close()
+                mark = Mark(version=number + 1, save_id=f"{number:026d}")
+                put = FilePut(path="g", is_folder=False, mark=mark, nbytes=0, kind="gone", document=b"{}")
                 files._mover.add(Item(put=put, entry=None), files._tiers)
                 await asyncio.sleep(0)
 
         with opened(store(tmp_path), drain=None) as (session, files):
-            put = FilePut(path="g", is_folder=False, mark=Mark(version=1, save_id="0" * 26), nbytes=0, kind="gone", document=b"{}")
             session.run(publish_and_end(files))
         gc.collect()
     assert not [str(one.message) for one in told if "never awaited" in str(one.message)]

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from files_kit import BLOCK, FAST, bytes_of, child, content, opened, store, stored, the_file, until_pending_on, write
@@ -19,13 +19,16 @@ from tiers_kit import Hooked, SteppedClock, failing, flip
 
 from tierstore.config import load_config
 from tierstore.errors import DeadlineError, IntegrityError, LockedError, TemporaryError
-from tierstore.storage.contract import FileInfo, Source, Storage
+from tierstore.storage.contract import Capabilities, FileInfo, Source, Storage
+from tierstore.testing.around import Call
 from tierstore.tiers.budget import ByteBudget
 from tierstore.tiers.copying import CopyContext
 from tierstore.tiers.files.reconcile import FILES_LOCK
 from tierstore.tiers.files.syncing import FilesReport, sync_files
 from tierstore.tiers.locks import RunLock, lock_path
 from tierstore.tiers.session import Session
+
+T = TypeVar("T")
 
 PUBLISH = """
 import sys; from pathlib import Path; from files_kit import *
@@ -95,6 +98,27 @@ def test_a_version_that_was_replaced_meanwhile_still_comes_first_so_that_nothing
     assert gate.order == ["data@", ".metadata@"] * 3
     for tier in ("node", "shared", "far"):
         assert sorted(stored(tmp_path / tier)) == [".metadata@.data", ".metadata@.json", "data@.data", "data@.json"]
+
+
+def test_a_bucket_that_was_quicker_than_another_tier_lets_older_versions_go_once_nobody_copies_them_from_it(tmp_path: Path) -> None:
+    class Bucket(Hooked):
+        @property
+        def capabilities(self) -> Capabilities:
+            return replace(super().capabilities, local=False)
+
+    async def nothing(operation: str, path: str) -> None: ...
+
+    gate = Gate("f@")
+    wrap = {"shared": gate.wrap, "far": lambda storage: Bucket(storage, nothing)}
+    with opened(store(tmp_path), wrap=wrap) as (session, files):
+        for number in (1, 2):
+            write(session, files, "f", bytes_of(number, 50_000))
+        until_pending_on(files, "shared", "")
+        assert len(stored(tmp_path / "far", ".data")) == 2
+        gate.open.set()
+        session.run(files.sync(120))
+        for tier in ("node", "shared", "far"):
+            assert sorted(stored(tmp_path / tier)) == ["f@.data", "f@.json"]
 
 
 def test_what_was_removed_before_it_came_there_is_not_carried_on(tmp_path: Path) -> None:
@@ -390,6 +414,31 @@ def test_while_another_process_takes_over_sync_works_and_others_look_again_later
         waited = threading.Event()
         while ".metadata@.json" not in stored(tmp_path / "far"):  # pytest-timeout ends it
             assert not waited.wait(0.01)
+
+
+def test_what_the_look_at_what_others_left_sees_before_its_publication_returns_is_on_its_way_once(tmp_path: Path) -> None:
+    placed = asyncio.Event()
+
+    class Meeting(Hooked):
+        async def around(self, operation: str, path: str, call: Call[T]) -> T:
+            if operation == "list" and path == ".files":
+                await placed.wait()
+            result = await super().around(operation, path, call)
+            if operation == "put" and path.endswith(".json"):
+                placed.set()
+                while not files.pending():  # noqa: ASYNC110 - until the look has seen it, and handed it on
+                    await asyncio.sleep(0.005)
+            return result
+
+    async def nothing(operation: str, path: str) -> None: ...
+
+    wrap: dict[str, Any] = {name: failing(TemporaryError("down"), "write", "put") for name in ("shared", "far")}
+    wrap["node"] = lambda storage: Meeting(storage, nothing)
+    with opened(store(tmp_path)):
+        pass
+    with opened(store(tmp_path), wrap=wrap, drain=None) as (session, files):
+        session.run(files.put("f", b"bytes"))
+        assert [(one.path, one.tier) for one in files.pending()] == [("f", "shared"), ("f", "far")]
 
 
 def test_two_movers_that_carry_the_same_versions_at_once_do_no_harm(tmp_path: Path) -> None:

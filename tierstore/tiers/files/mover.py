@@ -299,7 +299,7 @@ class Lane:
                 return
             held = on_tier.marks.setdefault(put.mark, _held(put))
             held.entry, held.gone = (put.nbytes, False) if put.kind == "entry" else (None, True)
-        await clean(tier, put.path, on_tier, is_folder=put.is_folder, keep=self._mover.wanted_from(tier, put.key))
+        await self._mover.clean(tier, put, on_tier)
 
 
 class Mover:
@@ -320,6 +320,7 @@ class Mover:
         self._lanes: dict[str, Lane] = {}
         self._by_key: dict[Key, list[Item]] = {}
         self._removed: dict[Key, Mark] = {}
+        self._kept: set[tuple[str, Key]] = set()
 
     @property
     def tiers(self) -> Tiers:
@@ -329,20 +330,28 @@ class Mover:
         """Whether it is on its way already."""
         return any(item.put.mark == put.mark for item in self._by_key.get(put.key, ()))
 
-    def add(self, item: Item, targets: Iterable[Tier]) -> None:
-        """Takes an item in for the tiers that lack it; a removal counts at once for what is on its way before it."""
+    def add(self, item: Item, targets: Iterable[Tier]) -> Item:
+        """Takes an item in for the tiers that lack it; a removal counts at once for what is on its way before it.
+
+        Returns the item that stands for it: who looks at what tiers lack may have seen the version before its publication returned, and
+        have sent it on its way.
+        """
         if item.put.kind == "gone":
             if len(self._removed) > _KEYS:
                 self._removed = {key: mark for key, mark in self._removed.items() if key in self._by_key}
             self._removed[item.key] = max(item.put.mark, self._removed.get(item.key, item.put.mark))
-        targets = list(targets)
-        if targets:
+        items = self._by_key.get(item.key, [])
+        known = next((one for one in items if one.put.mark == item.put.mark), None)
+        item = known if known is not None else item
+        targets = [tier for tier in targets if tier.name not in item.waits]
+        if targets and known is None:
             self._by_key.setdefault(item.key, []).append(item)
         for tier in targets:
             lane = self._lanes.get(tier.name)
             if lane is None:
                 lane = self._lanes[tier.name] = Lane(self, tier, self.options)
             lane.add(item)
+        return item
 
     def further(self, at: Tier) -> list[Tier]:
         """Where a version goes that was published on `at`: the tiers after it, and shared ones before it that did not take it."""
@@ -391,6 +400,16 @@ class Mover:
                 return True
         return False
 
+    async def clean(self, tier: Tier, put: FilePut, on_tier: OnTier) -> None:
+        """Deletes on a tier what a newer version has replaced there, but for what other lanes still copy from it."""
+        keep = self.wanted_from(tier, put.key)
+        newest = on_tier.newest
+        if any(mark in keep and mark != newest for mark in on_tier.marks):
+            self._kept.add((tier.name, put.key))
+        else:
+            self._kept.discard((tier.name, put.key))
+        await clean(tier, put.path, on_tier, is_folder=put.is_folder, keep=keep)
+
     async def settled(self, item: Item) -> None:
         """An item came onto a tier. When it is everywhere, the tiers that kept an older version for it let it go."""
         if item.waits:
@@ -399,10 +418,11 @@ class Mover:
             if tier.name in self.tiers.outages:
                 continue
             try:
-                on_tier = await on_this(tier, item.put) if tier.storage.capabilities.local else None
-                if on_tier is not None and len(on_tier.marks) > 1:
-                    keep = self.wanted_from(tier, item.key)
-                    await clean(tier, item.put.path, on_tier, is_folder=item.put.is_folder, keep=keep)
+                # A further tier that was quicker than others may hold older versions too: a listing of a bucket only where that is so.
+                if tier.storage.capabilities.local or (tier.name, item.key) in self._kept:
+                    on_tier = await on_this(tier, item.put)
+                    if len(on_tier.marks) > 1:
+                        await self.clean(tier, item.put, on_tier)
             except (StorageError, NotFoundError) as error:
                 log.debug("tier=%s file=%r older versions stay for now: %s", tier.name, item.put.path, error.message)
 

@@ -179,7 +179,7 @@ class Publisher:
 
     async def _published(self, tier: Tier, put: FilePut, entry: FileEntry, state: State) -> tuple[FileVersion, Item]:
         item = Item(put=put, entry=entry if put.kind == "entry" and not put.is_folder else None)
-        self._mover.add(item, self._mover.further(tier))
+        item = self._mover.add(item, self._mover.further(tier))
         on_tier = state.tiers.get(tier.name, OnTier())
         on_tier.marks[put.mark] = Held(entry=put.nbytes, data=put.nbytes or None)
         await self._clean(tier, put, on_tier)
