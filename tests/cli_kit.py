@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -141,6 +144,16 @@ class Shell:
     def steps_on(self, tier: str) -> list[int]:
         """Of which steps the tier has a folder, whatever a log says."""
         return sorted(int(path.name.split("-")[1]) for path in (self.folder / tier / "llama").glob("step-*"))
+
+
+@contextmanager
+def children_hear_ctrl_c() -> Iterator[None]:
+    """Where the tests run in a shell's background they ignore SIGINT, and so would what they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def shell_on(config: Path, monkeypatch: pytest.MonkeyPatch, *, columns: int = 80) -> Shell:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cli_kit import children_hear_ctrl_c
 from typer.testing import CliRunner
 
 from tierstore.cli.demo import _Demo
@@ -28,16 +29,6 @@ from tierstore.clock import SystemClock
 from tierstore.errors import SaveError
 
 DEMO = [sys.executable, "-m", "tierstore", "demo"]
-
-
-@contextmanager
-def children_hear_ctrl_c() -> Iterator[None]:
-    """Where the tests run in a shell's background they ignore SIGINT, and so would what they start."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def processes_in(folder: Path) -> list[str]:
@@ -55,7 +46,7 @@ def processes_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.s3
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_demo_is_killed_resumes_bit_equal_and_needs_s3_alone(tmp_path: Path) -> None:
     place = tmp_path / "demo"
     done = subprocess.run([*DEMO, "--steps", "8", "--directory", str(place), "--json"], capture_output=True, text=True, check=False)
@@ -82,14 +73,14 @@ def test_the_demo_is_killed_resumes_bit_equal_and_needs_s3_alone(tmp_path: Path)
 
 
 @pytest.mark.s3
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_ctrl_c_ends_the_demo_and_everything_that_it_started(tmp_path: Path) -> None:
     place = tmp_path / "demo"
     with children_hear_ctrl_c():
         process = subprocess.Popen(
             [*DEMO, "--steps", "100000", "--directory", str(place), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-    giving_up = threading.Timer(250, process.kill)
+    giving_up = threading.Timer(500, process.kill)
     giving_up.start()
     try:
         assert process.stdout is not None

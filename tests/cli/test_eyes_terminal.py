@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -18,11 +19,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from cli_kit import children_hear_ctrl_c
 from rich.console import Console
 from rich.progress import Progress as RichProgress
+from store_kit import unsynced
+from tiers_kit import Hooked
 from typer.testing import CliRunner
 
 import tierstore
@@ -76,10 +81,11 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07", "", self._seen.decode("utf-8", "replace"))
+        """What came so far; of a sequence that came in part, nothing."""
+        plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07|\x1b[^\x1b]{0,9}\Z", "", self._seen.decode("utf-8", "ignore"))
         return re.sub(r"\r\n?", "\n", plain)
 
-    def wait_for(self, what: str, within_s: float = 60.0) -> None:
+    def wait_for(self, what: str, within_s: float = 200.0) -> None:
         """Until `what`, a regular expression, has come: that a process has ended does not say that all it wrote was read."""
         end = time.monotonic() + within_s
         while not re.search(what, self.text):
@@ -189,12 +195,29 @@ def test_the_bars_of_verify_repair_and_sync_end_full(tmp_path: Path, monkeypatch
 def test_a_store_shows_bars_while_it_is_closed_at_a_terminal(
     tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    tiers = [{"name": "near", "uri": str(tmp_path / "near")}, {"name": "far", "uri": str(tmp_path / "far"), "max_bandwidth": "24MiB/s"}]
+    drawn = threading.Event()
+
+    async def hold_back(operation: str, path: str) -> None:
+        if "/shard-" in path:
+            await asyncio.to_thread(drawn.wait, 250)  # or all may be there before there is anything to show
+
+    def look() -> None:
+        terminal.wait_for(r"(near|far) +[━╸╺]+")
+        drawn.set()
+
+    monkeypatch.setattr(
+        "tierstore.tiers.opening.open_storage",
+        lambda uri, *_args, **_settings: Hooked(unsynced(uri), hold_back) if uri.endswith("far") else unsynced(uri),
+    )
+    tiers = [{"name": "near", "uri": str(tmp_path / "near")}, {"name": "far", "uri": str(tmp_path / "far")}]
     store = tierstore.open({"run": "r", "tiers": tiers})
     store.save(1, {"w": torch.zeros(4 << 20)})
+    looking = threading.Thread(target=look)
+    looking.start()
     with stderr_is(terminal, monkeypatch):
         store.close()
-    terminal.wait_for(r"far +[━╸╺]+ +[\d.]+MiB/16MiB")
+    looking.join()
+    terminal.wait_for(r"far +[━╸╺]+ +16MiB/16MiB")
     assert capfd.readouterr() == ("", "")
 
 
@@ -239,7 +262,7 @@ def test_push_draws_on_stderr_and_keeps_stdout_for_programs(tmp_path: Path, term
         [SCRIPT, "-c", file, "push", "@1", "--bwlimit", "24MiB/s", "--json"],
         stdout=subprocess.PIPE,
         stderr=terminal.slave,
-        timeout=60,
+        timeout=200,
         check=True,
     )
     assert [json.loads(line)["state"] for line in done.stdout.splitlines()] == ["done"]
@@ -250,16 +273,21 @@ def test_push_draws_on_stderr_and_keeps_stdout_for_programs(tmp_path: Path, term
 
 
 def test_watch_at_a_terminal_ends_with_ctrl_c(config: Path, terminal: Terminal) -> None:
-    process = subprocess.Popen(
-        [SCRIPT, "-c", config, "status", "--watch", "--interval", "0.1"],
-        stdin=terminal.slave,
-        stdout=terminal.slave,
-        stderr=terminal.slave,
-        start_new_session=True,
-    )
-    terminal.wait_for("again every 0.1s; Ctrl-C ends")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    with children_hear_ctrl_c():
+        process = subprocess.Popen(
+            [SCRIPT, "-c", config, "status", "--watch", "--interval", "0.1"],
+            stdin=terminal.slave,
+            stdout=terminal.slave,
+            stderr=terminal.slave,
+            start_new_session=True,
+        )
+    try:
+        terminal.wait_for("again every 0.1s; Ctrl-C ends")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(200) == 130
+    finally:
+        process.kill()
+        process.wait()
     terminal.wait_for("interrupted")
     assert "Traceback" not in terminal.text
     assert "12 committed, newest step 12000" in terminal.text
@@ -276,7 +304,7 @@ def watched(config: Path, monkeypatch: pytest.MonkeyPatch, looks: int, *argument
         if callable(between):
             between(slept)
 
-    monkeypatch.setattr("tierstore.cli.status.time.sleep", sleep)
+    monkeypatch.setattr("tierstore.cli.status.time", SimpleNamespace(sleep=sleep))  # this one alone: other threads sleep too
     result = CliRunner().invoke(app, ["-c", str(config), "status", "--watch", *arguments])
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (130, "interrupted")
     return result.stdout.splitlines()
@@ -325,7 +353,7 @@ def test_watch_goes_on_after_a_look_that_failed(config: Path, tmp_path: Path, mo
 
 def test_a_reader_that_goes_is_no_error(config: Path) -> None:
     line = f"'{SCRIPT}' -c '{config}' ls | true; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=200, check=True)
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
@@ -333,7 +361,12 @@ def test_a_reader_that_goes_is_no_error(config: Path) -> None:
 
 
 def complete(config: Path, tmp_path: Path, lines: list[str]) -> list[list[str]]:
-    """What bash is offered for each line."""
+    """What bash is offered for each line; on a machine that may stand still for longer than who presses Tab is kept waiting."""
+    patient = tmp_path / "bin" / "tierstore"
+    patient.parent.mkdir()
+    program = "from tierstore.__main__ import main\nfrom tierstore.cli import names_asked\nnames_asked._REMOTE_S = 100.0\nmain()\n"
+    patient.write_text(f"#!{sys.executable}\n{program}")
+    patient.chmod(0o755)
     script = tmp_path / "completion.bash"
     script.write_text(CliRunner().invoke(app, ["completion", "bash"]).stdout)
     breaks = "COMP_WORDBREAKS=$' \\t\\n\"'\"'\"'><=;|&(:@'"
@@ -344,10 +377,10 @@ def complete(config: Path, tmp_path: Path, lines: list[str]) -> list[list[str]]:
         ["bash", "--norc", "-c", "\n".join([f"source '{script}'", breaks, *asks])],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         check=True,
         cwd=config.parent,
-        env={**os.environ, "PATH": f"{SCRIPT.parent}:{os.environ['PATH']}"},
+        env={**os.environ, "PATH": f"{patient.parent}:{os.environ['PATH']}"},
     )
     assert done.stderr == ""
     return [line.split(",") if line else [] for line in done.stdout.splitlines()]
