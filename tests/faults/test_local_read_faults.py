@@ -7,11 +7,12 @@ import errno
 import os
 import threading
 import time
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from posix_kit import BrokenShards
+from posix_kit import BrokenShards, hurry_once
 from tiers_kit import BLOCK, attempt_at, copy_to, path_of, run, save, shard_of, tiers_in
 
 from tierstore.errors import DeadlineError, StorageError
@@ -68,17 +69,18 @@ def test_a_read_that_hangs_ends_with_the_deadline_and_others_get_threads(tmp_pat
     syscalls = Hanging()
 
     async def main() -> None:
-        storage = PosixStorage(tmp_path, syscalls=syscalls, deadline_s=0.2)
+        storage = PosixStorage(tmp_path, syscalls=syscalls)
+        hurry_once(syscalls.hangs, storage, 0.2)
         task = asyncio.ensure_future(storage.read_proved("file", 0, memoryview(bytearray(8 * MIB)), unproved))
-        assert await asyncio.to_thread(syscalls.hangs.wait, 30)
+        assert await asyncio.to_thread(syscalls.hangs.wait, 60)
         back = bytearray(5)
         await read_in_time(storage, "small", back)
         assert back == b"small"
         with pytest.raises(DeadlineError, match=r"can't read .*file: no answer within 0\.2 s"):
-            await asyncio.wait_for(task, 30)
+            await asyncio.wait_for(task, 60)
         await read_in_time(storage, "small", back)  # new threads took the place of those that hang
         syscalls.go.set()
-        assert await asyncio.to_thread(syscalls.woken.wait, 30)
+        assert await asyncio.to_thread(syscalls.woken.wait, 60)
         await storage.close()
 
     asyncio.run(main())
@@ -121,7 +123,9 @@ def test_a_forked_child_reads_with_threads_and_memory_of_its_own(tmp_path: Path)
 
     assert asyncio.run(once())
     mine = storage._lent()
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads: that is what is tested
+        child = os.fork()
     if not child:
         code = 1
         try:

@@ -443,7 +443,7 @@ def test_from_far_away_manifest_index_and_objects_are_asked_for_at_once(tmp_path
                 asked.add(name)
                 if len(asked) == 3:
                     together.set()
-                await asyncio.wait_for(together.wait(), 20)
+                await asyncio.wait_for(together.wait(), 120)
 
         class FarAway(Hooked):
             @property

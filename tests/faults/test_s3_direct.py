@@ -159,10 +159,10 @@ def test_a_cancelled_read_writes_no_more(
     async def body(storage: S3Storage) -> None:
         memory = memoryview(bytearray(5 * MIB))
         task = asyncio.ensure_future(storage.read_into("file", 0, memory))
-        await asyncio.to_thread(held.reached.wait, 30)
+        assert await asyncio.to_thread(held.reached.wait, 120)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(task, 20)
+            await asyncio.wait_for(task, 120)
         held.release()
         assert reads[0]._socket is None  # its thread has let go of the connection, and was waited for
         assert await storage.read("file", 0, 5 * MIB) == DATA[: 5 * MIB]
@@ -299,7 +299,7 @@ def test_a_read_that_is_cancelled_twice_still_waits_for_its_thread(monkeypatch: 
     class Read:
         def run(self) -> bool:
             began.set()
-            go.wait(30)
+            go.wait(120)
             ended.set()
             return True
 
@@ -311,7 +311,7 @@ def test_a_read_that_is_cancelled_twice_still_waits_for_its_thread(monkeypatch: 
         pool = DaemonPool(1, "test")
         monkeypatch.setattr(reads, "_here", lambda: SimpleNamespace(pool=pool))
         task = asyncio.ensure_future(reads.run("key", Read()))  # type: ignore[arg-type]
-        await asyncio.to_thread(began.wait, 30)
+        assert await asyncio.to_thread(began.wait, 120)
         for _ in range(2):
             task.cancel()
             await asyncio.sleep(0)

@@ -49,7 +49,7 @@ class Wanted:
 
     def take(self, begin: int, piece: memoryview, placed: bool) -> None:
         self.reached.set()
-        self.go.wait(30)
+        self.go.wait(120)
         if not placed:
             self.memory[begin : begin + piece.nbytes] = piece
         self.taken.append((begin, piece.nbytes, placed))
@@ -107,7 +107,7 @@ def test_what_is_replaced_after_some_was_taken_fails_for_the_rest_alone(
 
     async def body(storage: S3Storage) -> None:
         reading = asyncio.ensure_future(storage.read_placed(wanted))
-        await asyncio.to_thread(held.reached.wait, 30)
+        assert await asyncio.to_thread(held.reached.wait, 120)
         other = S3Storage(s3_bucket, s3_options)
         await other.put("file", pattern(len(DATA), seed=1))
         await other.close()
@@ -129,14 +129,14 @@ def test_who_is_cancelled_waits_for_what_is_being_taken(options: dict[str, Any],
 
     async def body(storage: S3Storage) -> None:
         task = asyncio.ensure_future(storage.read_placed(wanted))
-        await asyncio.to_thread(wanted.reached.wait, 30)
+        assert await asyncio.to_thread(wanted.reached.wait, 120)
         task.cancel()
         for _ in range(5):
             await asyncio.sleep(0)
         assert not task.done()
         wanted.go.set()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(task, 20)
+            await asyncio.wait_for(task, 120)
 
     use(s3_bucket, options, body)
     assert len(wanted.taken) < 7  # and what was not begun is not
@@ -167,7 +167,7 @@ def test_a_load_of_many_small_tensors_needs_no_scratch_memory_and_passes_damaged
 
     monkeypatch.setattr(fetching._Places, "take", noted)
     with tierstore.open({"version": 1, "run": "r", "tiers": tiers}, rank=0, world_size=1) as store:
-        store.save(1, state).wait("far", timeout=60)
+        store.save(1, state).wait("far", timeout=200)
         into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         store.load(into=into)
         assert all(torch.equal(into[name], state[name]) for name in state)

@@ -419,7 +419,7 @@ class StorageConformance:
         def race(racer: int) -> None:
             async def body(storage: Storage) -> None:
                 await storage.children("log")  # the client is made and connected before the start
-                await asyncio.to_thread(start.wait, 60)
+                await asyncio.to_thread(start.wait, 120)
                 await storage.create("log/record", mine[racer])
 
             try:
@@ -432,7 +432,7 @@ class StorageConformance:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(90)
+            thread.join(240)
         _one_winner(mine, ends, self.use(tmp_path, lambda storage: storage.read("log/record")))
 
     async def _creates_async(self, storage: Storage) -> bool:
@@ -591,7 +591,7 @@ class StorageConformance:
                 [sys.executable, "-W", "error", "-c", _IN_A_NEW_PROCESS],
                 input=pickle.dumps(storage),
                 capture_output=True,
-                timeout=90,
+                timeout=240,
                 check=False,
             )
             assert ended.returncode == 0, ended.stderr.decode()
@@ -612,7 +612,7 @@ class StorageConformance:
                 status = 0
             finally:
                 os._exit(status)
-        assert _exit_status(pid, deadline_s=60) == 0
+        assert _exit_status(pid, deadline_s=240) == 0
         asyncio.run(_put(storage, "by/parent-again", b"parent"))
         assert asyncio.run(_read_and_close(storage, "by/child")) == b"child"
 
