@@ -12,12 +12,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from fork_kit import SERVER, FrameworkServer
+
+from tierstore.state.agreement import Agreement
 
 Body = Callable[..., Any]
 
@@ -68,6 +70,22 @@ def run_ranks(
         told = "\n".join(f"--- rank {r}, exit code {p.exitcode}\n{_read(room / f'{r}.error')}" for r, p in enumerate(ranks))
         raise AssertionError(f"ranks {hung} hung, ranks {wrong} ended badly\n{told}")
     return [json.loads(_read(room / f"{rank}.json") or "null") for rank in range(world_size)]
+
+
+def wait_only_for(agreement: Agreement, dead: Collection[int]) -> None:
+    """From now on the deadline of `agreement` on this rank holds for the ranks `dead` alone: those that live are waited for like all else.
+
+    Who waits for a deadline wants a short one, and a machine may stand still for longer than that, with any of the others.
+    """
+    get = agreement._get
+
+    def patiently(key: str, end: float) -> bytes | None:
+        """Rank 0 says what ends in ``all``, and what it tells unasked; else the rank at the end of the key does."""
+        last = key.rpartition("/")[2]
+        speaker = int(last) if last.isdigit() and not key.startswith("told/") else 0
+        return get(key, end if speaker in dead else end + 200.0)
+
+    agreement._get = patiently  # type: ignore[method-assign]
 
 
 def die() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from exchange_kit import MemoryReader, run, truth
-from ranks_kit import die, run_ranks
+from ranks_kit import die, run_ranks, wait_only_for
 
 from tierstore.errors import IncompleteError, IntegrityError, RankError, TierStoreError, UsageError
 from tierstore.names import shard_name
@@ -179,6 +179,7 @@ def dies(rank: int, world_size: int, folder: Path, when: str) -> Any:
     agreement = Agreement(deadline_s=60)
     agreement.share("all are there", b"")
     agreement.deadline_s = 2
+    wait_only_for(agreement, {1})
     if rank == 1 and when == "before":
         die()
     try:
@@ -191,7 +192,7 @@ def dies(rank: int, world_size: int, folder: Path, when: str) -> Any:
 
 @pytest.mark.parametrize("when", ["before", "between"])
 def test_a_rank_that_dies_is_named_on_every_other(tmp_path: Path, when: str) -> None:
-    found = run_ranks(4, dies, tmp_path, when=when, may_die={1: -9}, timeout_s=60)
+    found = run_ranks(4, dies, tmp_path, when=when, may_die={1: -9})
     assert [found[rank] for rank in (0, 2, 3)] == [["DeadlineError", [1]]] * 3
 
 
