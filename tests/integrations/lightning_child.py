@@ -64,7 +64,7 @@ class Told(Callback):
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         self.pipe.send(trainer.global_step)
         if trainer.global_step == self.last:
-            threading.Event().wait(120)
+            threading.Event().wait(500)
 
 
 def data() -> DataLoader[Any]:
@@ -120,6 +120,7 @@ def be_rank(rank: int, port: int, root: str, plan: dict[str, Any], pipe: Any) ->
     warnings.simplefilter("ignore")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", GROUP_RANK="0")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test")
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     folder = Path(root)
     strategy: Any = "ddp" if plan["strategy"] == "ddp" else TierModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     checkpoint = ModelCheckpoint(dirpath=folder / "ckpt", save_last=True, every_n_train_steps=3)

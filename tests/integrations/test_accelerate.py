@@ -124,7 +124,7 @@ def life(folder: str, crash_at: str) -> None:
 def test_a_job_killed_in_mid_save_goes_on_to_the_very_state_of_an_uninterrupted_one(tmp_path: Path, crash_at: str) -> None:
     process = SERVER.Process(target=life, args=(str(tmp_path), crash_at))
     _ACCELERATORS.start(process)
-    process.join(120)
+    process.join(250)
     assert process.exitcode == CRASH_EXIT
     whole = Job()
     whole.train(STEPS)

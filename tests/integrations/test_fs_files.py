@@ -187,7 +187,7 @@ def test_a_file_that_nobody_closed_is_not_published(fs: TierFileSystem, folder: 
         file.flush()
         del file
     assert fs.find(folder) == []
-    assert len([r for r in caplog.records if "nobody closed it" in r.getMessage()]) == 2
+    assert len([r for r in caplog.records if folder in r.getMessage() and "nobody closed it" in r.getMessage()]) == 2
 
 
 def test_a_file_opened_and_closed_while_an_exception_is_handled_is_published(fs: TierFileSystem, folder: str) -> None:
@@ -605,7 +605,7 @@ def test_uris_lead_to_the_same_files_by_every_way_to_name_the_tiers(tmp_path: Pa
             again, same = fsspec.url_to_fs(fs.unstrip_protocol(path))
             assert (again.fsid, same) == (fs.fsid, path)
             assert fs.unstrip_protocol(path).startswith("tier://")
-            fs.sync_tiers(30)
+            fs.sync_tiers(200)
         monkeypatch.chdir(tmp_path)
         assert fsspec.filesystem("tier") is fsspec.filesystem("tier", config="conf/store.yaml"), "one configuration, one instance"
         with tierstore.open(str(config), run="r") as store:
@@ -715,7 +715,7 @@ def test_many_threads_read_and_write_at_once(fs: TierFileSystem, folder: str) ->
     assert len(fs.find(folder)) == 30
 
 
-def in_child(work: Callable[[], bool], within_s: float = 100.0) -> int:
+def in_child(work: Callable[[], bool], within_s: float = 250.0) -> int:
     """The exit status of a forked child: 0 where `work` says so."""
     pid = os.fork()
     if pid == 0:
@@ -748,7 +748,7 @@ def test_a_forked_child_reads_and_writes_and_its_parent_goes_on(fs: TierFileSyst
         fs.pipe_file(f"{folder}/child", b"child")
         opened.seek(6)
         good = opened.read(6) == b"parent" and fs.cat_file(f"{folder}/f")[:6] == b"parent"
-        fs.sync_tiers(20)
+        fs.sync_tiers(200)
         return good
 
     assert in_child(child) == 0
@@ -919,7 +919,7 @@ def test_closing_returns_when_the_file_is_as_far_as_ack_says(tmp_path: Path, ack
 def test_a_damaged_copy_of_a_file_is_passed_over_and_where_all_are_bad_the_error_names_them(tmp_path: Path) -> None:
     with file_system(*two_tiers(tmp_path)) as fs:
         fs.pipe_file("/f", b"whole" * 1000)
-        fs.sync_tiers(30)
+        fs.sync_tiers(200)
         copies = sorted(tmp_path.glob("*/.files/f@/*.data"))
         assert len(copies) == 2
         copies[0].write_bytes(b"wrong" * 1000)
@@ -931,11 +931,11 @@ def test_a_damaged_copy_of_a_file_is_passed_over_and_where_all_are_bad_the_error
 
 def test_a_reader_that_is_overtaken_by_a_writer_never_mixes_versions(fs: TierFileSystem, folder: str) -> None:
     fs.pipe_file(f"{folder}/f", b"a" * 100_000)
-    fs.sync_tiers(30)
+    fs.sync_tiers(200)
     reader = fs.open(f"{folder}/f", block_size=1000, cache_type="none")
     assert reader.read(10) == b"a" * 10
     fs.pipe_file(f"{folder}/f", b"b" * 100_000)
-    fs.sync_tiers(30)
+    fs.sync_tiers(200)
     try:
         rest = reader.read()
     except (ConflictError, NotFoundError) as error:

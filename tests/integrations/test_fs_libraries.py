@@ -64,7 +64,7 @@ def test_distributed_checkpoints_by_torchs_own_writer_and_by_uri_alone(uri: str,
     options: Any = {"checkpoint_id": uri} if plain else {"storage_writer": FsspecWriter(uri, sync_files=False)}
     dcp.save(state, **options)
     assert {path.rpartition("/")[2] for path in fs.find(uri)} == {".metadata", "__0_0.distcp"}
-    fs.sync_tiers(30)
+    fs.sync_tiers(200)
     loaded = {"w": torch.zeros(300, 1000), "b": {"c": torch.zeros(9, dtype=torch.int64)}, "step": 0}
     dcp.load(loaded, **({"checkpoint_id": uri} if plain else {"storage_reader": FsspecReader(uri)}))
     assert torch.equal(loaded["w"], state["w"])

@@ -17,7 +17,7 @@ def test_many_files_of_one_transaction_are_written_with_one_thread(tmp_path: Pat
 
     writing = threading.Thread(target=write, daemon=True)
     writing.start()
-    writing.join(60)
+    writing.join(250)
     assert not writing.is_alive(), "each waits for a thread that another one holds"
     assert len(fs.ls("/many")) == 12
     fs.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import socket
 import sys
 import warnings
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+import torch.distributed as dist
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what the packages warn of while they are imported
@@ -36,7 +36,7 @@ from fork_kit import SERVER, FrameworkServer
 from lightning_child import Tiny, data, trainer_of, whole_state
 
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),  # a child that does not come is told of before
     pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
     pytest.mark.filterwarnings(r"ignore:.*isinstance\(treespec, LeafSpec\):FutureWarning"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
@@ -70,13 +70,13 @@ def fit_killed_at(root: Path, step: int | None, *, steps: int, every: int) -> di
     theirs.close()
     last: Any = {}
     try:
-        while pipe.poll(120):
+        while pipe.poll(250):
             last = pipe.recv()
             if last == step:
                 process.kill()
     except EOFError:
         pass
-    process.join(60)
+    process.join(120)
     assert process.exitcode == (0 if step is None else -9)
     return {name: torch.from_numpy(value) for name, value in last.items()} if isinstance(last, dict) else {}
 
@@ -436,7 +436,7 @@ def test_at_the_end_of_the_interpreter_what_is_saved_is_committed_and_has_its_po
 ) -> None:
     process = SERVER.Process(target=lightning_child.fit_and_leave, args=(str(tmp_path),))
     LIGHTNINGS.start(process)
-    process.join(120)
+    process.join(250)
     assert process.exitcode == 0
     assert pointers(folder) == {"x.ckpt": 6}
     assert saved(tiers) == [6]
@@ -479,18 +479,16 @@ def test_what_slurm_saves_at_the_end_is_committed_when_the_call_returns(tmp_path
 
 
 def run_ranks(root: Path, strategy: str, steps: int) -> dict[str, torch.Tensor]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent; nobody can take its port first
     pipe, theirs = SERVER.Pipe(duplex=False)
     plan = {"strategy": strategy, "steps": steps}
-    ranks = [SERVER.Process(target=lightning_child.be_rank, args=(rank, port, str(root), plan, theirs)) for rank in range(2)]
+    ranks = [SERVER.Process(target=lightning_child.be_rank, args=(rank, store.port, str(root), plan, theirs)) for rank in range(2)]
     for process in ranks:
         LIGHTNINGS.start(process)
     theirs.close()
-    state = pipe.recv() if pipe.poll(120) else {}
+    state = pipe.recv() if pipe.poll(250) else {}
     for process in ranks:
-        process.join(60)
+        process.join(120)
         process.kill()
     assert [process.exitcode for process in ranks] == [0, 0]
     return {name: torch.from_numpy(value) for name, value in state.items()}

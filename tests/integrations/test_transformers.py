@@ -46,7 +46,7 @@ def run_life(folder: Path, output_dir: Path, *, kill_at: str = "", crash_at: str
     """A life in a process of its own; returns how it ended."""
     process = SERVER.Process(target=life, args=(str(folder), str(output_dir), kill_at, crash_at))
     _TRAINERS.start(process)
-    process.join(120)
+    process.join(250)
     if process.is_alive():
         process.kill()
         process.join()
