@@ -13,7 +13,7 @@ import termios
 from pathlib import Path
 
 import pytest
-from cli_kit import Shell, make_store, save_again, shell_on
+from cli_kit import NOW, Shell, make_store, save_again, shell_on
 from store_kit import unsynced
 from tiers_kit import failing
 
@@ -182,7 +182,7 @@ def test_a_dry_run_writes_nothing_at_all(shell: Shell) -> None:
 
 
 def test_a_person_is_asked_on_a_terminal_of_eighty_columns(shell: Shell) -> None:
-    command = [sys.executable, "-m", "tierstore", "-c", str(shell.config), "prune"]
+    command = [sys.executable, "-c", AT_NOW, "-c", str(shell.config), "prune"]
     (shell.folder / "retention.yaml").write_text("keep: [{last: 2}, {every: {steps: 5000}}, {best: {metric: val/loss, mode: min}}]\n")
     code, text = _on_terminal(command, "n")
     assert code == 7, text
@@ -195,6 +195,19 @@ def test_a_person_is_asked_on_a_terminal_of_eighty_columns(shell: Shell) -> None
     assert "llama@11500 expired: no rule matched; undelete until" in text
 
 
+AT_NOW = f"""
+import datetime
+import tierstore.cli.options
+from tierstore.__main__ import main
+class Then(tierstore.cli.options.SystemClock):
+    def now(self):
+        return datetime.datetime.fromisoformat("{NOW.isoformat()}")
+tierstore.cli.options.SystemClock = Then
+main()
+"""
+"""``tierstore``, at `NOW`, whatever the day is."""
+
+
 def _on_terminal(command: list[str], answer: str) -> tuple[int, str]:
     """Runs a command on a pseudo-terminal of 80 columns and answers its question."""
     ours, theirs = pty.openpty()
@@ -204,7 +217,7 @@ def _on_terminal(command: list[str], answer: str) -> tuple[int, str]:
         os.close(theirs)
         text, asked = b"", False
         while True:
-            ready, _, _ = select.select([ours], [], [], 60)
+            ready, _, _ = select.select([ours], [], [], 250)
             assert ready, f"it says nothing more: {text.decode()}"
             try:
                 data = os.read(ours, 65536)
