@@ -29,6 +29,7 @@ class CountingSyscalls(OsSyscalls):
     """Counts the bytes that were read, by way."""
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()  # several threads count
         self.nbytes: Counter[str] = Counter()
         self.opened: Counter[str] = Counter()
         self.direct: set[int] = set()
@@ -40,7 +41,8 @@ class CountingSyscalls(OsSyscalls):
         self.direct.discard(fd)
         if flags & os.O_DIRECT:
             self.direct.add(fd)
-        self.opened["direct" if flags & os.O_DIRECT else "buffered"] += 1
+        with self.lock:
+            self.opened["direct" if flags & os.O_DIRECT else "buffered"] += 1
         return fd
 
     def close(self, fd: int) -> None:
@@ -49,7 +51,8 @@ class CountingSyscalls(OsSyscalls):
 
     def preadv(self, fd: int, buffer: memoryview, offset: int, flags: int = 0) -> int:
         got = super().preadv(fd, buffer, offset, flags)
-        self.nbytes["direct" if fd in self.direct else "buffered"] += got
+        with self.lock:
+            self.nbytes["direct" if fd in self.direct else "buffered"] += got
         return got
 
 
@@ -142,16 +145,22 @@ def test_a_look_whether_bytes_are_cached_reads_none_of_them(tmp_path: Path) -> N
 def test_bytes_in_the_page_cache_go_straight_into_the_buffer(tmp_path: Path) -> None:
     data = pattern(16 * MIB)
     (tmp_path / "file").write_bytes(data)
-    syscalls, back = CountingSyscalls(), bytearray(len(data))
-    storage = PosixStorage(tmp_path, syscalls=syscalls)
 
-    async def main() -> None:
+    async def main() -> tuple[Counter[str], int]:
+        syscalls, back = CountingSyscalls(), bytearray(len(data))
+        storage = PosixStorage(tmp_path, syscalls=syscalls)
         await storage.read_proved("file", 0, memoryview(back), Noted(data))
-        assert storage._lent().made == 0
+        made = storage._lent().made
         await storage.close()
+        assert back == data
+        return syscalls.nbytes, made
 
-    asyncio.run(main())
-    assert syscalls.nbytes == {"buffered": len(data)}
+    for _ in range(20):
+        found = asyncio.run(main())
+        if found == ({"buffered": len(data)}, 0):
+            break
+        (tmp_path / "file").write_bytes(data)  # the system may have needed that memory for somebody else
+    assert found == ({"buffered": len(data)}, 0)
 
 
 def test_memory_on_the_way_is_made_once_for_each_thread_and_freed_on_close(tmp_path: Path) -> None:
@@ -319,7 +328,7 @@ def test_a_small_call_gets_a_thread_while_a_long_read_goes_on(tmp_path: Path, mo
     async def main() -> None:
         storage = PosixStorage(tmp_path, threads=1)
         task = asyncio.ensure_future(storage.read_proved("file", 0, memoryview(bytearray(len(data))), prove))
-        assert await asyncio.to_thread(asked.wait, 20)
+        assert await asyncio.to_thread(asked.wait, 120)
         await storage.stat("file")
         served.set()
         await task

@@ -56,18 +56,20 @@ def index_of(count: int) -> Index:
 
 
 def calls(work: Callable[[], Any]) -> int:
-    """How many calls of Python and C functions `work` makes in this thread."""
+    """How many calls of Python and C functions `work` makes in this thread, without those that collecting what others left makes."""
     count = 0
+    gc.collect()
 
     def note(frame: FrameType, event: str, arg: object) -> None:
         nonlocal count
         count += event in ("call", "c_call")
 
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
+    with collector_paused():
+        sys.setprofile(note)
+        try:
+            work()
+        finally:
+            sys.setprofile(None)
     return count
 
 

@@ -76,7 +76,7 @@ def test_pieces_are_taken_while_others_are_still_being_read() -> None:
             elif len(taken) >= 15:
                 gate.set()
 
-        await asyncio.wait_for(fetch(planned([first, *rest]), read, concurrency=2, budget_nbytes=2 * MIB), 30)
+        await asyncio.wait_for(fetch(planned([first, *rest]), read, concurrency=2, budget_nbytes=2 * MIB), 120)
 
     asyncio.run(body())
     assert sorted(taken) == [0] + [1] * 19
@@ -100,11 +100,15 @@ def test_one_span_at_a_time_is_read_even_where_the_budget_is_too_small() -> None
 
 def test_never_more_at_once_than_allowed() -> None:
     now, most = 0, 0
+    full = asyncio.Event()
 
     async def read(span: Span, view: memoryview) -> None:
         nonlocal now, most
         now += 1
         most = max(most, now)
+        if now == 5:
+            full.set()
+        await asyncio.wait_for(full.wait(), 120)  # those of the first round wait for each other
         await asyncio.sleep(0)
         now -= 1
 
@@ -122,7 +126,7 @@ def test_the_first_error_ends_it_and_nobody_writes_afterwards(where: str) -> Non
 
     def slow(memory: memoryview) -> None:
         writing.set()
-        go_on.wait(30)
+        go_on.wait(120)
         ended.set()
 
     def bad(memory: memoryview) -> None:
@@ -136,7 +140,7 @@ def test_the_first_error_ends_it_and_nobody_writes_afterwards(where: str) -> Non
 
     async def read(span: Span, view: memoryview) -> None:
         if span.begin:
-            await asyncio.to_thread(writing.wait, 30)
+            await asyncio.to_thread(writing.wait, 120)
             asyncio.get_running_loop().call_later(0.05, go_on.set)
             if where == "read":
                 raise TemporaryError("the device is gone")
@@ -161,14 +165,14 @@ def test_who_is_cancelled_twice_waits_for_the_thread_that_is_at_its_memory() -> 
 
     def receive(memory: memoryview) -> None:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(120)
         through.set()
 
     spans = planned([Handover("f", 0, 2 * MIB, receive, "t")], replace(COST, span_nbytes=8 * MIB))
 
     async def cancel_twice() -> None:
         task = asyncio.ensure_future(fetch(spans, answer, concurrency=1, budget_nbytes=4 * MIB))
-        assert await asyncio.to_thread(begun.wait, 30)
+        assert await asyncio.to_thread(begun.wait, 120)
         for _ in range(2):
             task.cancel()
             for _ in range(5):

@@ -63,7 +63,7 @@ def test_a_waiter_in_another_thread_is_woken() -> None:
     waiter = threading.Thread(target=made.wait, args=("durable",), daemon=True)
     waiter.start()
     made.reach("committed", "durable")
-    waiter.join(30)
+    waiter.join(120)
     assert not waiter.is_alive()
 
 
@@ -134,15 +134,15 @@ def test_callbacks_of_many_threads_each_run_exactly_once() -> None:
     start = threading.Barrier(9)
 
     def register(number: int) -> None:
-        start.wait(30)
+        start.wait(120)
         for _ in range(50):
             made.on("committed", lambda event: counted.append(number))
 
     threads = [threading.Thread(target=register, args=(n,)) for n in range(8)]
     for thread in threads:
         thread.start()
-    start.wait(30)
+    start.wait(120)
     made.reach("committed")
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert len(counted) == 8 * 50
