@@ -389,12 +389,10 @@ def test_a_pointer_that_cannot_be_written_is_told_at_the_next_save_and_at_teardo
 def test_a_save_that_fails_in_the_background_is_told_at_the_end_of_the_fit_and_the_old_pointer_stays(
     tmp_path: Path, tiers: list[str], folder: Path
 ) -> None:
-    config = {
-        "tiers": [{"uri": uri, "scope": scope} for uri, scope in zip(tiers, ("node", "shared"), strict=True)],
-        "save": {"patience": "1s"},
-    }
+    config: dict[str, Any] = {"tiers": [{"uri": uri, "scope": scope} for uri, scope in zip(tiers, ("node", "shared"), strict=True)]}
     fit(TierCheckpointIO(config, run="r"), [ModelCheckpoint(folder)], tmp_path, max_epochs=1)
     before = pointers(folder)
+    config["save"] = {"patience": "1s"}
     os.rename(tmp_path / "far" / "r", tmp_path / "aside")
     (tmp_path / "far" / "r").write_text("no folder", encoding="utf-8")  # the shared tier takes nothing any more
     with pytest.raises((SaveError, DeadlineError)):
