@@ -80,7 +80,7 @@ def test_a_copy_gets_on_with_the_least_memory(tmp_path: Path, quantise: Quantise
         budget = ByteBudget(8 * MIB, patience_s=10**6)  # nobody is let through over it
         target = PackedStorage(bucket, Packing(master_once=True, quantise=quantise))
         source = VerifiedSource(near, ATTEMPT.path(NAME), entry_of(data), MIB, budget, lambda nbytes: None)
-        info = await asyncio.wait_for(target.write_packed(ATTEMPT.path(NAME), source, PackHints()), 100)
+        info = await asyncio.wait_for(target.write_packed(ATTEMPT.path(NAME), source, PackHints()), 250)
         assert info.nbytes == len(data)
         assert budget.peak <= 8 * MIB
         if quantise is None:
