@@ -121,9 +121,7 @@ def _execute(command: list[str], journal: Path, limit_s: float) -> tuple[int | N
         finally:
             _end(process)
             _sweep(process.pid, command)
-        reader.join(5)
-        if not reader.is_alive():
-            process.stdout.close()
+        reader.join(30)
     said = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return code, "".join(printed), said[-1][:300] if said else "nothing was said"
 
@@ -141,9 +139,10 @@ def _sweep(pid: int, command: list[str]) -> None:
 
 
 def _copy(source: Any, into: list[str]) -> None:
-    for line in source:
-        into.append(line)
-        print(line, end="", flush=True)
+    with source:
+        for line in source:
+            into.append(line)
+            print(line, end="", flush=True)
 
 
 def _end(process: subprocess.Popen[str]) -> None:
