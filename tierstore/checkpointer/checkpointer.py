@@ -204,7 +204,6 @@ class Checkpointer:
             if answer.alone:
                 log.error("%s on rank %d: not all ranks agreed in time to save at step %d", answer.request.name, answer.rank, n)
                 return False
-            self._signals.saved()
             log.warning("%s on rank %d: step %d is saved, and training goes on", answer.request.name, answer.rank, n)
         every = self.store.config.save.every
         asked = None if every is None or every.by_step_alone else _numbers(metrics)

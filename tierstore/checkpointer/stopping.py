@@ -71,9 +71,11 @@ class Stopping:
             self._thread.start()
 
     def arrive(self) -> Answer | None:
-        """This rank has finished a step; returns what all ranks do now, if anything."""
+        """This rank has finished a step; returns what all ranks do now, if anything. A save that was asked for counts as taken then."""
         request = self._signals.requested
         if self._place is None:
+            if request is not None and not request.stop:
+                self._signals.saved()
             return None if request is None else Answer(request=request, rank=self._rank)
         if request is not None:
             self._look_now.set()
@@ -83,6 +85,8 @@ class Stopping:
                 return None
             answer = self._wait()
             if answer is not None:
+                if not (answer.alone or answer.request.stop):
+                    self._signals.saved()  # before the thread sees the next round: it would ask there for what is answered here
                 self._round, self._reported, self._answer_at, self._asked = self._round + 1, None, None, None
                 if answer.request.stop:
                     self._ended.set()
@@ -151,8 +155,9 @@ class Stopping:
         if self._place.check([f"{number}/answer"]):
             answer_at = int(self._place.get(f"{number}/answer"))
             with self._changed:
-                self._answer_at = answer_at
-                self._changed.notify_all()
+                if self._round == number:  # else this rank went on alone meanwhile
+                    self._answer_at = answer_at
+                    self._changed.notify_all()
         else:
             self._ended.wait(0.02)  # somebody waits for this word
             self._look_now.set()
