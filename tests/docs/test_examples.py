@@ -116,8 +116,8 @@ def run_line(line: str) -> subprocess.CompletedProcess[str]:
         if first == "tierstore":
             return run_tierstore(*words, merged=True)
         if first == "python" and words[0].endswith(".py"):
-            return run_forked(RUN_FILE, *words, merged=True)
-    return subprocess.run(["bash", "-c", line], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200, check=False)
+            return run_forked(RUN_FILE, *words, merged=True, timeout_s=400)
+    return subprocess.run(["bash", "-c", line], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400, check=False)
 
 
 class Runner:

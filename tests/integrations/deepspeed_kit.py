@@ -255,7 +255,7 @@ def tags(rank: int, world_size: int, folder: Path) -> Any:
         engine.checkpoint_engine.wait = "staged"
         train(engine, 3)
         engine.save_checkpoint(str(place))
-        tier.ticket.wait("committed", 60)
+        tier.ticket.wait("committed", 120)
 
         anew = engine_of(deepspeed, 1)
         install(anew, store)
@@ -407,10 +407,10 @@ def guide(folder: Path) -> Any:
             (place / file).write_text(body)
         if name == "killed":
             ranks = _start(place, "first", crash_at="persist.before-part:3")
-            ranks[1].join(120)
+            ranks[1].join(200)
             assert ranks[0].exitcode is None, ranks[0].exitcode  # it waits for the other's part
             os.kill(ranks[0].pid, signal.SIGKILL)  # type: ignore[arg-type]
-            ranks[0].join(120)
+            ranks[0].join(200)
             told["when killed"] = [
                 [r.exitcode for r in ranks],
                 (place / "ckpt" / "latest").read_text(),
@@ -418,7 +418,7 @@ def guide(folder: Path) -> Any:
             ]
         ranks = _start(place, "last")
         for process in ranks:
-            process.join(120)
+            process.join(200)
         told[name] = [[process.exitcode for process in ranks], (place / "last-0.out").read_text()]
     return told
 

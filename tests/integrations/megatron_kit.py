@@ -29,7 +29,7 @@ def config_of(folder: Path, run: str = "r") -> dict[str, Any]:
         "version": 1,
         "run": run,
         "tiers": [node, {"name": "shared", "uri": str(folder / "shared")}],
-        "save": {"agreement_timeout": "30s"},
+        "save": {"agreement_timeout": "120s"},
     }
 
 
@@ -246,7 +246,7 @@ def background(rank: int, world_size: int, folder: Path) -> Any:
                 os._exit(9)
             both_saved.set()
             threading.Event().wait(120)  # until the crash point
-        process.join(60)
+        process.join(120)
         told["exit code"] = process.exitcode
         for finalize in request.finalize_fns:
             finalize()
