@@ -743,8 +743,12 @@ class Store:
         process or by `tierstore sync`.
         """
         self._worker.hurry(deadline)
-        if (agreement := self.agreement) is not None:
-            agreement.hurry(deadline)
+        with self._lock:
+            ranks, closed = self._ranks, self._closed
+        if ranks is not None:
+            ranks.agreement.hurry(deadline)
+        elif self.world_size > 1 and not closed:  # it may come while `close` is under way, which is not to wait longer either
+            self._joint_ranks().agreement.hurry(deadline)
 
     def close(self, deadline: float | None = None) -> None:
         """Drains the background work and ends the store; idempotent. Meanwhile a terminal shows a progress bar for each tier.
