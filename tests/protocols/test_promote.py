@@ -287,20 +287,23 @@ def test_a_node_s_tier_is_worked_on_by_one_process_at_a_time(tmp_path: Path) -> 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     lock = RunLock(tmp_path / "lock", "r")
     lock.acquire()
-    read, write = os.pipe()
+    (ready, tell), (wait, end) = os.pipe(), os.pipe()
     child = os.fork()
-    if child == 0:
-        os.close(write)
-        os.read(read, 1)  # outlives the holder's release
+    if child == 0:  # it lives on until the parent lets it go
+        os.write(tell, b".")
+        os.close(end)
+        os.read(wait, 1)
         os._exit(0)
     try:
-        os.close(read)
-        lock.release()
+        os.read(ready, 1)
+        os.close(lock._fd)  # as the death of this process would: nobody says that the lock is free
+        lock._fd = -1
         other = os.open(tmp_path / "lock", os.O_RDWR)
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.close(other)
     finally:
-        os.close(write)
+        for fd in (ready, tell, wait, end):
+            os.close(fd)
         os.waitpid(child, 0)
 
 
