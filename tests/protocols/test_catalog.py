@@ -25,7 +25,7 @@ from tiers_kit import (
 
 from tierstore.errors import AccessError, IntegrityError, NotFoundError, TemporaryError, TierStoreError, UsageError
 from tierstore.names import MANIFEST, Attempt, Reference, parse_reference, shard_name
-from tierstore.storage.contract import Listing, Storage
+from tierstore.storage.contract import FileInfo, Listing, Storage
 from tierstore.testing.faults import FaultPlan, FaultStorage
 from tierstore.tiers.catalog import RecordCache, runs, scan
 from tierstore.tiers.commit import commit
@@ -203,10 +203,17 @@ def test_a_commit_between_two_listings_is_not_taken_for_a_lost_log(tmp_path: Pat
     run(persist_rank(plain, attempt, plain.authority))
 
     async def work() -> None:
-        listed = asyncio.Event()
+        logs, listed = asyncio.Event(), asyncio.Event()
+
+        class LogsFirst(Hooked):
+            async def list(self, folder: str = "") -> list[FileInfo]:
+                found = await super().list(folder)
+                logs.set()
+                return found
 
         async def at_authority(operation: str, path: str) -> None:
-            if operation == "children" and not listed.is_set():  # its log has been listed already
+            if operation == "children" and not listed.is_set():
+                await logs.wait()
                 await commit(plain, attempt, deadline_s=0, clock=CLOCK)
                 await copy_to(plain, attempt, "far")
                 listed.set()
@@ -214,7 +221,7 @@ def test_a_commit_between_two_listings_is_not_taken_for_a_lost_log(tmp_path: Pat
         async def at_far(operation: str, path: str) -> None:
             await listed.wait()
 
-        wrap = {"shared": lambda s: Hooked(s, at_authority), "far": lambda s: Hooked(s, at_far)}
+        wrap = {"shared": lambda s: LogsFirst(s, at_authority), "far": lambda s: Hooked(s, at_far)}
         info = (await scan(tiers_in(tmp_path, wrap=wrap), "run")).latest()
         assert info is not None
         assert (info.authority_lost, info.complete_on) == (False, ("shared", "far"))
