@@ -26,7 +26,9 @@ __all__ = ["CuttingProxy", "LatencyProxy", "Rule"]
 Action = Literal["cut-before", "cut-after", "cut-body", "stall", "answer", "hold"]
 _HEAD_LIMIT = 1 << 20
 _PIECE_NBYTES = 1 << 16
-_PATIENCE_S = 60
+_OURS = "tierstore-proxy"
+"""The name of the tasks that a connection has here."""
+_PATIENCE_S = 120
 """How long the proxy's own thread may take to begin and to end, in seconds: on a busy machine too."""
 
 
@@ -137,6 +139,12 @@ class CuttingProxy:
         return sum(1 for one, target in list(self.requests) if re.fullmatch(method, one) and re.search(path, target))
 
     async def _stop(self) -> None:
+        # Connections that the loop is just taking in become ours first: where their server is closed meanwhile, or asyncio's task for one
+        # cancelled, it leaves the socket to the collector, which finds it in the midst of a later test.
+        for listening in self._server.sockets if self._server is not None else ():
+            self._loop.remove_reader(listening.fileno())
+        while taking := {task for task in asyncio.all_tasks() if task.get_name() != _OURS} - {asyncio.current_task()}:
+            await asyncio.wait(taking)
         if self._server is not None:
             self._server.close()
         connections = dict(self._connections)
@@ -149,7 +157,7 @@ class CuttingProxy:
         await asyncio.sleep(0)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.ensure_future(self._connect(reader, writer))
+        task = self._loop.create_task(self._connect(reader, writer), name=_OURS)
         self._connections[task] = writer
         task.add_done_callback(lambda done: self._connections.pop(done, None))
 
@@ -160,8 +168,8 @@ class CuttingProxy:
             answers, upstream = await asyncio.open_connection(*self._upstream, limit=_HEAD_LIMIT)
             waiting: deque[_Exchange] = deque()
             pumps = [
-                asyncio.ensure_future(self._forward(reader, upstream, writer, waiting)),
-                asyncio.ensure_future(self._back(answers, writer, waiting)),
+                self._loop.create_task(self._forward(reader, upstream, writer, waiting), name=_OURS),
+                self._loop.create_task(self._back(answers, writer, waiting), name=_OURS),
             ]
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         except (OSError, asyncio.CancelledError):
@@ -188,6 +196,8 @@ class CuttingProxy:
             if self._delay_s:
                 await asyncio.sleep(self._delay_s)
             if rule is not None:
+                if rule.action == "answer" and not _header(head, b"expect"):  # whose body waits for us
+                    await _copy_body(reader, None, head)  # bytes that nobody took would break the connection under the answer
                 await self._before(rule, back)
             waiting.append(_Exchange(method=method, rule=rule))
             upstream.write(head)
@@ -257,11 +267,14 @@ def _header(head: bytes, name: bytes) -> bytes:
     return found[1].strip() if found else b""
 
 
-async def _copy_body(reader: asyncio.StreamReader, upstream: asyncio.StreamWriter, head: bytes) -> None:
+async def _copy_body(reader: asyncio.StreamReader, upstream: asyncio.StreamWriter | None, head: bytes) -> None:
+    """Takes a request's body; without an `upstream` nobody gets it."""
     async for piece, _ in _pieces(reader, head, request=True):
-        upstream.write(piece)
+        if upstream is not None:
+            upstream.write(piece)
+            await upstream.drain()
+    if upstream is not None:
         await upstream.drain()
-    await upstream.drain()
 
 
 async def _pieces(reader: asyncio.StreamReader, head: bytes, *, request: bool = False) -> AsyncIterator[tuple[bytes, bool]]:
