@@ -262,6 +262,7 @@ def broken() -> Iterator[tuple[str, str]]:
     )
 
 
+@pytest.mark.usefixtures("quick_retries")
 @pytest.mark.parametrize(("what", "text"), list(broken()), ids=[name for name, _ in broken()])
 @pytest.mark.parametrize("verb", ["ls", "status", "pull @latest"])
 def test_what_is_broken_is_one_message_without_a_traceback(what: str, text: str, verb: str, tmp_path: Path) -> None:
