@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tierstore.errors import TemporaryError
-from tierstore.testing.servers import _get, _Process
+from tierstore.testing.servers import _PORTS, _get, _Process
 
 
 class Small(_Process):
@@ -58,3 +58,12 @@ def test_a_port_that_was_asked_for_is_no_other_one(tmp_path: Path) -> None:
         server = Small(tmp_path, other.getsockname()[1])
         with pytest.raises(TemporaryError, match=r"(?s)it ended before it answered.*in use"):
             server.start()
+
+
+def test_ports_that_another_server_has_chosen_are_not_chosen_though_it_is_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that started at once chose alike: one listened, and the other one took its answer for its own."""
+    first = Small(tmp_path / "first")
+    chosen = (first.port - _PORTS.start) // 10
+    drawn = iter([chosen, *range(chosen + 1, 1000), *range(chosen)])
+    monkeypatch.setattr("tierstore.testing.servers.random.SystemRandom.randrange", lambda *_: next(drawn))
+    assert Small(tmp_path / "second").port != first.port

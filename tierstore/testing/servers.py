@@ -19,6 +19,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +35,8 @@ __all__ = ["MotoServer", "NamedServer", "S3Server", "SeaweedServer", "embedded_s
 
 _PORTS = range(20000, 30000)  # below Linux's ip_local_port_range, so that no client's port collides
 _SEAWEED_PORTS = 10
+_CLAIMS = 30000
+"""The first of the ports, one for each ten of `_PORTS`, that whoever chose those ten holds, and nobody listens at."""
 _PORT_TRIES = 3
 
 
@@ -113,7 +116,7 @@ class _Process(_Endpoint):
         self.secret_key = secret_key
         self._ports = ports
         self._tries = 1 if port else _PORT_TRIES
-        self._listen_at(port or _free_ports(ports))
+        self._listen_at(port or self._choose_ports())
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Any:
@@ -128,7 +131,7 @@ class _Process(_Endpoint):
         """The server's process id, or None while it is down."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
-    def start(self, timeout_s: float = 60) -> None:
+    def start(self, timeout_s: float = 180) -> None:
         """Starts the server, again on the same port and data after `stop` or `crash`; returns when it answers.
 
         The first time it takes other ports where one that was free has been taken meanwhile, as by a test beside this one.
@@ -153,13 +156,22 @@ class _Process(_Endpoint):
             self._tries -= 1
             if not (ended and self._tries and time.monotonic() < end):
                 break
-            self._listen_at(_free_ports(self._ports))
+            self._listen_at(self._choose_ports())
         tail = self._log.read_text(errors="replace")[-1500:]
         how = "ended before it answered" if ended else f"did not answer within {timeout_s:g} s"
         self._tries = 1
         raise TemporaryError(
             f"the {self.kind} server did not start on {self.endpoint_url}, it {how}: {tail}", hint=f"its whole log is {self._log}"
         )
+
+    def _choose_ports(self) -> int:
+        """Free ports, which no other server of these takes as long as this one exists: while it is down too.
+
+        Else two that start at once may choose alike, and each takes the other's answer for its own.
+        """
+        port, claim = _free_ports(self._ports)
+        weakref.finalize(self, os.close, claim)
+        return port
 
     def _listen_at(self, port: int) -> None:
         self.port = port
@@ -323,16 +335,17 @@ def find_weed() -> Path | None:
     return Path(found) if found else None
 
 
-def _free_ports(count: int) -> int:
-    """The first of `count` free ports in a row on 127.0.0.1, at a random place so that parallel workers rarely meet."""
+def _free_ports(count: int) -> tuple[int, int]:
+    """The first of `count` free ports in a row on 127.0.0.1, at a random place; and a descriptor that claims them as long as it is open."""
     for _ in range(200):
-        first = random.SystemRandom().randrange(_PORTS.start, _PORTS.stop, _SEAWEED_PORTS)  # tests seed the other one, all alike
+        number = random.SystemRandom().randrange(len(_PORTS) // _SEAWEED_PORTS)  # tests seed the other one, all alike
+        first = _PORTS.start + number * _SEAWEED_PORTS
         taken: list[socket.socket] = []
         try:
-            for port in range(first, first + count):
+            for port in (_CLAIMS + number, *range(first, first + count)):
                 taken.append(socket.socket())
                 taken[-1].bind(("127.0.0.1", port))
-            return first
+            return first, taken[0].detach()
         except OSError:
             continue
         finally:
@@ -344,7 +357,7 @@ def _free_ports(count: int) -> int:
 def _get(url: str) -> tuple[int, bytes]:
     """Status and body of a GET; status 0 where nothing answers."""
     try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=2) as answer:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as answer:
             return int(answer.status), answer.read()
     except urllib.error.HTTPError as error:
         with error:
