@@ -9,6 +9,7 @@ import asyncio
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -54,8 +55,8 @@ def save_all(root: Path, patch: pytest.MonkeyPatch, *steps: int, metrics: Mappin
     with open_at(root, patch) as store:
         for step in steps:
             loss = (metrics or {}).get(step)
-            store.save(step, state_of(step), metrics=None if loss is None else {"loss": loss}).wait("durable", timeout=60)
-        store.sync(timeout=60)
+            store.save(step, state_of(step), metrics=None if loss is None else {"loss": loss}).wait("durable", timeout=200)
+        store.sync(timeout=200)
 
 
 def folders(root: Path) -> dict[str, Storage]:
@@ -178,7 +179,7 @@ def test_28_29_what_is_still_being_written_does_not_push_out_the_only_durable_on
         assert steps_in(tmp_path) == {10}
         go_on.set()
         for ticket in tickets:
-            ticket.wait("durable", timeout=60)
+            ticket.wait("durable", timeout=200)
     keep_house(tmp_path, LAST_1)
     assert steps_in(tmp_path) == {30}
 
@@ -207,9 +208,9 @@ def test_31_a_save_commits_while_a_deletion_hangs(tmp_path: Path, monkeypatch: p
             step = 0
             while not deleting.is_set() and step < 200:
                 step += 1
-                store.save(step, state_of(step)).wait("durable", timeout=60)
+                store.save(step, state_of(step)).wait("durable", timeout=200)
             assert deleting.wait(60), "housekeeping never came to a deletion"
-            store.save(step + 1, state_of(step + 1)).wait("durable", timeout=60)
+            store.save(step + 1, state_of(step + 1)).wait("durable", timeout=200)
             assert not go_on.is_set()
         finally:
             go_on.set()
@@ -350,10 +351,15 @@ def test_after_a_rewind_the_new_low_steps_are_not_pushed_out_by_the_old_high_one
 
 def test_what_a_process_resumed_from_stays_while_it_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning-AI/pytorch-lightning#21813."""
+    monkeypatch.setattr("tierstore.tiers.leased._RELEASE_S", 200.0)  # a lease that was left behind would hold it, too
     save_all(tmp_path, monkeypatch, 1)
     with open_at(tmp_path, monkeypatch) as store:
         resumed = store.resume()
         assert resumed is not None
+        end = time.monotonic() + 60
+        while not list((tmp_path / "shared" / "run" / ".leases").rglob("*.json")):  # nobody waits for it, so it may come later
+            assert time.monotonic() < end, "no lease on what was resumed from"
+            time.sleep(0.005)
         save_all(tmp_path, monkeypatch, 2)
         keep_house(tmp_path, LAST_1)
         assert 1 in steps_in(tmp_path)

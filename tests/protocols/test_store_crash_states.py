@@ -62,13 +62,13 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
         for level in ("staged", "committed", "durable", *NAMES):
             ticket.on(level, lambda event: fs.acknowledge(f"{step}:{event.level}"))
         if step == STEPS[0]:
-            ticket.wait("durable", timeout=60)
+            ticket.wait("durable", timeout=200)
 
     with pytest.MonkeyPatch.context() as patch:
         with open_over(patch, lambda uri: PosixStorage(Path(uri), syscalls=fs), root) as store:
             for step in STEPS:
                 watched(step, store)
-            store.sync(timeout=60)
+            store.sync(timeout=200)
     folders = {step: next((root / "shared" / "r").glob(f"step-{step:010d}-*")) for step in STEPS}
     return Recording(
         fs=fs,
@@ -155,8 +155,8 @@ def check_recovery(state: CrashState, place: Path, recording: Recording, monkeyp
         assert (resumed.step if resumed else None) == max(found, default=None)
         for step in found:
             assert_same_state(store.load(step), state_of(step))
-        store.save(9, state_of(9)).wait("durable", timeout=60)
-        store.sync(timeout=60)
+        store.save(9, state_of(9)).wait("durable", timeout=200)
+        store.sync(timeout=200)
     folder = next((place / "shared" / "r").glob("step-0000000009-*"))
     shards = {**recording.shards, 9: (folder / SHARD).read_bytes()}
     with_nine = replace(recording, shards=shards, objects={**recording.objects, 9: (folder / OBJECTS).read_bytes()})

@@ -58,7 +58,7 @@ def test_a_checkpoint_is_saved_found_and_read_from_a_bucket(session: Session, tm
         assert bytes(row) == data[-5000:]
         assert replica.bytes_fetched["object"] - fetched <= 3 * 4096
 
-    session.run(work(), timeout=60)
+    session.run(work(), timeout=200)
     assert not path_of(tiers, tiers.nearest.name, attempt, MANIFEST).exists()
 
 
@@ -82,7 +82,7 @@ def test_racing_sessions_decide_one_fate_in_a_bucket(session: Session, s3_bucket
         await persist_rank(session.tiers, attempt, session.tiers.authority)
         return await asyncio.gather(*(racer(n % 2 == 0) for n in range(6)))
 
-    ends = session.run(work(), timeout=60)
+    ends = session.run(work(), timeout=200)
     assert len({type(e) for e in ends}) == 1, ends
 
 
