@@ -279,7 +279,7 @@ def other_steps(rank: int, world_size: int, folder: Path) -> Any:
 
 
 def test_ranks_that_mean_different_steps_are_told_so(tmp_path: Path) -> None:
-    for told in run_ranks(2, other_steps, tmp_path, timeout_s=60):
+    for told in run_ranks(2, other_steps, tmp_path):
         assert "this rank saves r@1, the coordinator r@0" in told
 
 
@@ -295,7 +295,7 @@ def other_places(rank: int, world_size: int, folder: Path) -> Any:
 
 
 def test_ranks_that_opened_different_stores_are_told_so(tmp_path: Path) -> None:
-    for told in run_ranks(2, other_places, tmp_path, timeout_s=120):
+    for told in run_ranks(2, other_places, tmp_path):
         assert "this rank has opened another store than the coordinator: the store's id is" in told
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hydrate_kit import config_of, shards, state_of
+from hydrate_kit import config_of, patiently, shards, state_of
 from ranks_kit import run_ranks
 
 import tierstore
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.s3
 
 
 def body(rank: int, world_size: int, folder: Path, *, tiers: list[dict[str, Any]]) -> bool:
+    patiently(pytest.MonkeyPatch())
     config = {**config_of(folder), "tiers": tiers, "io": {"block_size": "64KiB"}, "save": {"agreement_timeout": "60s"}}
     into = {name: torch.zeros_like(value) for name, value in state_of(1).items()}
     with tierstore.open(config, rank=rank, world_size=world_size) as store:
