@@ -24,11 +24,13 @@ def opened(root: Path, clock: SteppedClock, **config: Any) -> tierstore.Store:
     return tierstore.open({"version": 1, "run": "r", "tiers": tiers, **config}, clock=clock)
 
 
-def save(store: tierstore.Store, clock: SteppedClock, *steps: int) -> None:
-    for step in steps:
-        store.save(step, {"w": torch.full((8,), float(step))}, metrics={"loss": 1.0 / step})
-        store.sync(60)
-        clock.advance(7200)
+def save(root: Path, clock: SteppedClock, *steps: int) -> None:
+    """By a store without a policy: nothing is decided and nothing goes meanwhile, nor in the background of the stores after it."""
+    with opened(root, clock) as store:
+        for step in steps:
+            store.save(step, {"w": torch.full((8,), float(step))}, metrics={"loss": 1.0 / step})
+            store.sync(200)
+            clock.advance(7200)
 
 
 def gone(store: tierstore.Store, *steps: int) -> list[int]:
@@ -43,9 +45,9 @@ def gone(store: tierstore.Store, *steps: int) -> list[int]:
 
 def test_from_a_plan_to_free_space_and_nothing_that_somebody_wants_goes(tmp_path: Path) -> None:
     clock = SteppedClock()
+    save(tmp_path, clock, 1, 2, 3, 4, 5, 6)
     with opened(tmp_path, clock, retention=KEEP) as store:
         keeper = store.retention
-        save(store, clock, 1, 2, 3, 4, 5, 6)
         assert keeper.pin(1, "paper", reason="figure 3") is True
         assert keeper.pin(1, "paper") is False
         assert keeper.tag(2, ["release/1"]) is True
@@ -78,8 +80,8 @@ def test_from_a_plan_to_free_space_and_nothing_that_somebody_wants_goes(tmp_path
 
 def test_a_copy_is_dropped_by_hand_but_never_the_last(tmp_path: Path) -> None:
     clock = SteppedClock()
+    save(tmp_path, clock, 1)
     with opened(tmp_path, clock, retention=KEEP) as store:
-        save(store, clock, 1)
         assert store.retention.evict(1, "pfs", dry_run=True).files > 0
         assert store.retention.evict("latest", "pfs", reason="full").files > 0
         assert not list((tmp_path / "pfs" / "r").rglob("*.safetensors"))
@@ -90,8 +92,8 @@ def test_a_copy_is_dropped_by_hand_but_never_the_last(tmp_path: Path) -> None:
 
 def test_without_a_policy_nothing_is_planned_and_decisions_are_made_all_the_same(tmp_path: Path) -> None:
     clock = SteppedClock()
+    save(tmp_path, clock, 1)
     with opened(tmp_path, clock) as store:
-        save(store, clock, 1)
         assert store.retention.pin("latest") is True
         with pytest.raises(RefusedError, match="no retention policy"):
             store.retention.plan()
