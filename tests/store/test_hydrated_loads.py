@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fork_kit import SERVER
-from hydrate_kit import Counted, config_of, files_below, load_in_child, make_store, near_and_far, shards, state_of
+from hydrate_kit import Counted, config_of, files_below, load_in_child, make_store, near_and_far, patiently, shards, state_of
 from tiers_kit import LeapingClock, flip
 
 import tierstore
@@ -26,6 +26,12 @@ from tierstore.tiers.hydrate import lock_path
 from tierstore.tiers.locks import FileLock
 from tierstore.tiers.session import Session
 from tierstore.tiers.verify import verify
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    patiently(monkeypatch)
+    monkeypatch.setattr("tierstore.dcp.reader._SETTLE_S", 200.0)
 
 
 @pytest.fixture
@@ -117,14 +123,13 @@ def test_a_copy_that_was_dropped_comes_back_because_somebody_loads_it(root: Path
 def test_several_processes_of_a_node_fetch_a_checkpoint_from_afar_once_between_them(root: Path) -> None:
     count = 4
     barrier, results = SERVER.Barrier(count), SERVER.Queue()
-    children = [
-        SERVER.Process(target=load_in_child, args=(str(root), config_of(root), barrier, results, number)) for number in range(count)
-    ]
+    config = config_of(root, io={"block_size": "64KiB", "stall_timeout": "10m"})
+    children = [SERVER.Process(target=load_in_child, args=(str(root), config, barrier, results, number)) for number in range(count)]
     for child in children:
         child.start()
-    got = sorted(results.get(timeout=120) for _ in children)
+    got = sorted(results.get(timeout=250) for _ in children)
     for child in children:
-        child.join(60)
+        child.join(200)
     (far,) = shards(root, "far").values()
     assert [(right, error) for _, _, right, error in got] == [(True, "")] * count
     assert sum(nbytes["far"] for _, nbytes, _, _ in got) == far.stat().st_size
@@ -137,17 +142,17 @@ def test_a_process_that_is_killed_while_it_copies_is_taken_over(root: Path, tmp_
     barrier, results, flag = SERVER.Barrier(2), SERVER.Queue(), tmp_path / "copying"
     first = SERVER.Process(target=load_in_child, args=(str(root), config_of(root), None, results, 0, str(flag)))
     first.start()
-    end = time.monotonic() + 60
+    end = time.monotonic() + 200
     while not flag.exists() and first.is_alive() and time.monotonic() < end:
         time.sleep(0.01)
     assert flag.exists(), results.get(timeout=5)
     second = SERVER.Process(target=load_in_child, args=(str(root), config_of(root), barrier, results, 1))
     second.start()
-    barrier.wait(60)  # it waits for the first one's copy from here on, or is about to
+    barrier.wait(200)  # it waits for the first one's copy from here on, or is about to
     os.kill(int(flag.read_text()), signal.SIGKILL)
-    first.join(60)
-    number, nbytes, right, error = results.get(timeout=120)
-    second.join(60)
+    first.join(200)
+    number, nbytes, right, error = results.get(timeout=250)
+    second.join(200)
     (far,) = shards(root, "far").values()
     assert (number, right, error) == (1, True, "")
     assert nbytes["far"] == far.stat().st_size
