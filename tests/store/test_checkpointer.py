@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -272,6 +273,7 @@ class _Terminal(io.StringIO):
 
 def test_the_line_says_where_the_last_save_is_and_fits_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("tierstore.checkpointer.line.time", SimpleNamespace(monotonic=lambda: 1000.0))
     stream = _Terminal()
     with tierstore.open(tiers_of(tmp_path), run="r") as store:
         line = Line("r", ["node", "shared"], lambda: "every 10 steps: because", stream=stream)
