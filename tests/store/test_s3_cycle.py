@@ -38,7 +38,7 @@ pytestmark = pytest.mark.s3
 CHILD = Path(__file__).with_name("trainer_child.py")
 NBYTES = 20_000_000  # three parts of a multipart upload
 BLOCK = 1 << 20
-WITHIN = 60
+WITHIN = 200
 
 
 @pytest.fixture
@@ -215,7 +215,8 @@ def test_a_bucket_is_the_only_tier_and_the_authority(
         assert [c.attempt.step for c in store.checkpoints()] == [1, 2, 3]
     assert unfinished(s3_server, s3_bucket) == []
     # That a request had to be tried again, by a server that was busy, is no complaint of the store.
-    assert [r.getMessage() for r in caplog.records if not r.name.startswith("tierstore.storage.s3")] == []
+    ours = [record for record in caplog.records if record.name.startswith("tierstore.")]
+    assert [record.getMessage() for record in ours if not record.name.startswith("tierstore.storage.s3")] == []
 
 
 def test_of_two_who_decide_a_checkpoint_in_the_bucket_the_first_wins_and_the_other_is_told(
@@ -321,6 +322,8 @@ def test_single_tensors_and_rows_come_out_of_the_bucket_for_hardly_more_than_the
         store.save(1, state).wait("durable", WITHIN)
     with tierstore.open(alone(object_tier(s3_bucket, s3_options, proxy.endpoint_url))) as store:
         checkpoint = store.open_checkpoint(1)
+        lease = checkpoint.replica.lease  # type: ignore[attr-defined]
+        assert store._session.run(lease.settled())  # its look at the log goes on in the background, and is no reading of tensors
         proxy.clear()
         assert checkpoint["model.weight"].shape == weight.shape
         assert proxy.body_nbytes == 0  # nothing is read before it is asked for
