@@ -94,7 +94,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with tierstore.open(tiers_in(folder), run="r") as store:
         for step in (1, STEP):
             store.save(step, state_of(float(step)))
-        store.sync(60)
+        store.sync(200)
     return folder
 
 
@@ -146,7 +146,7 @@ def test_damage_in_any_place_ends_in_the_next_tier_or_in_a_typed_error(
                 assert_same_state(store.load(STEP), state_of(float(STEP)))
                 if where == ("node",) and place not in ("part", "receipt", "record"):
                     assert hurt[0].name in caplog.text
-            store.save(3, state_of(3.0)).wait("durable", 60)
+            store.save(3, state_of(3.0)).wait("durable", 200)
             assert_same_state(store.load(3), state_of(3.0))
             assert_same_state(store.load(1), state_of(1.0))
         shutil.rmtree(folder)
@@ -197,7 +197,7 @@ def test_a_damaged_attempt_of_a_dead_process_is_never_committed(place: str, dama
             assert_same_state(resumed.state, child_state(STEP, 2_000_000))
         if place == "shard":
             assert resumed is None
-        store.save(3, state_of(3.0)).wait("durable", 60)
+        store.save(3, state_of(3.0)).wait("durable", 200)
         assert [c.attempt.step for c in store.checkpoints()] == ([3] if resumed is None else [STEP, 3])
         assert_same_state(store.load(3), state_of(3.0))
 
@@ -247,8 +247,8 @@ def test_names_in_the_log_that_are_not_ours_are_left_alone(base: Path, tmp_path:
         assert resumed is not None
         assert resumed.step == STEP
         assert_same_state(resumed.state, state_of(float(STEP)))
-        store.save(3, state_of(3.0)).wait("durable", 60)
-        store.sync(60)
+        store.save(3, state_of(3.0)).wait("durable", 200)
+        store.sync(200)
         assert [c.attempt.step for c in store.checkpoints()] == [1, STEP, 3]
     assert all(path.read_bytes() == b"not ours" for path in garbage)
 
@@ -268,7 +268,7 @@ def test_a_foreign_record_is_warned_of_and_does_not_hide_the_checkpoint(
         assert resumed.step == STEP
         assert_same_state(resumed.state, state_of(float(STEP)))
         assert name in caplog.text
-        store.save(3, state_of(3.0)).wait("durable", 60)
+        store.save(3, state_of(3.0)).wait("durable", 200)
 
 
 # What a foreign or newer hand may have written, with a chain of digests that holds

@@ -49,7 +49,7 @@ def test_a_master_that_is_not_saved_is_the_weights_when_training_resumes(tmp_pat
     master.tensors["weight"] += 1e-4  # what rounding takes away
     with tierstore.Checkpointer(config(tmp_path), model=net, extra={"master": master}, signals=False, progress=False) as first:
         assert first.resume() == 0
-        first.save(0).wait("durable", 60)
+        first.save(0).wait("durable", 200)
 
     def resumed(**more: Any) -> Master:
         other = model(1)

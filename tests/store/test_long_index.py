@@ -25,7 +25,7 @@ def state_of(value: float) -> dict[str, object]:
 
 def test_a_long_index_loads_fresh_in_place_by_names_and_by_slices(tmp_path: Path) -> None:
     with tierstore.open([str(tmp_path / "tier")], run="r") as store:
-        store.save(1, state_of(1.0)).wait("durable", 60)
+        store.save(1, state_of(1.0)).wait("durable", 200)
         assert_same_state(store.load(1), state_of(1.0))
         into = state_of(0.0)
         weight = into["model"]["layers.007.weight"]  # type: ignore[index]

@@ -53,7 +53,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
         place = Place(tmp_path_factory.mktemp("packed"), patch)
         state = weights_and_masters(16 if request.config.getoption("--long") else 6)
         with place.open(FAR) as store:
-            store.save(1, state).wait("far", timeout=60)
+            store.save(1, state).wait("far", timeout=200)
         yield place, state
 
 

@@ -124,7 +124,7 @@ class Killed(BaseException):
 def test_a_promotion_that_is_killed_is_finished_by_the_next_one(place: Place, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
     config = place.config(codec="zstd")
     with place.open({**config, "tiers": config["tiers"][:2]}) as store:
-        store.save(1, adam_state(1)).wait("committed", timeout=60)
+        store.save(1, adam_state(1)).wait("committed", timeout=200)
 
     def reach(name: str) -> None:
         if name == point:
@@ -179,7 +179,7 @@ def test_what_expires_is_freed_with_its_packed_files(place: Place) -> None:
     clock, config = SteppedClock(), place.config(codec="zstd")
     with place.open(config, clock) as store:
         for step in (1, 2):
-            store.save(step, adam_state(step)).wait("far", timeout=60)
+            store.save(step, adam_state(step)).wait("far", timeout=200)
             clock.advance(7200)
     freed = {f.tier: f.nbytes for f in place.free(config, clock)}
     assert freed["far"] < 0.9 * freed["shared"]

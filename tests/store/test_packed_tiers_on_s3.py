@@ -26,8 +26,8 @@ def test_exact_and_quantised_copies_in_a_bucket_are_verified_and_read_back(
     far = {"name": "far", "uri": s3_bucket, "options": s3_options, "codec": "zstd", "quantise": "q8"}
     config = {"version": 1, "run": "r", "tiers": [*near, far]}
     with tierstore.open(config) as store:
-        store.save(1, adam_state(1)).wait("far", timeout=60)
-        store.save(2, adam_state(2), quantise="exact").wait("far", timeout=60)
+        store.save(1, adam_state(1)).wait("far", timeout=200)
+        store.save(2, adam_state(2), quantise="exact").wait("far", timeout=200)
     with Session.open(load_config(config)) as session:
         assert session.run(verify(session.tiers, "r", level="full")).findings == ()
         found = {info.step: info for info in session.run(scan(session.tiers, "r")).checkpoints}

@@ -17,7 +17,7 @@ def saves(rank: int, world_size: int, folder: Path) -> Any:
     with tierstore.open([str(folder / "node"), str(folder / "shared")], run="r", rank=rank, world_size=world_size) as store:
         tickets = [store.save(step, {f"w{rank}": torch.full((4,), float(step))}) for step in (1, 2)]
         for ticket in tickets:
-            ticket.wait("durable", 60)
+            ticket.wait("durable", 200)
         return [ticket.attempt.save_id for ticket in tickets]
 
 

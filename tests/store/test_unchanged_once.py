@@ -32,7 +32,7 @@ def test_each_checkpoint_costs_its_adapters_and_outlives_its_base(place: Place, 
     config = place.config(codec=codec, unchanged_once=True)
     with place.open(config, clock) as store:  # without a policy: nothing goes meanwhile
         for step in (1, 2, 3):
-            store.save(step, lora_state(step)).wait("far", timeout=60)
+            store.save(step, lora_state(step)).wait("far", timeout=200)
             clock.advance(7200)
         whole, second, third = stored(place, 1), stored(place, 2), stored(place, 3)
         assert whole > 6 << 20
@@ -63,7 +63,7 @@ def test_everything_goes_with_the_last_that_refers_to_it(place: Place) -> None:
     clock = SteppedClock()
     with place.open(place.config(codec="zstd"), clock) as store:
         for step, base in ((1, 0), (2, 0), (3, 7)):
-            store.save(step, lora_state(step, base=base)).wait("far", timeout=60)
+            store.save(step, lora_state(step, base=base)).wait("far", timeout=200)
             clock.advance(7200)
     assert stored(place, 2) < 2 << 20
     with place.open(place.config(codec="zstd", more={"retention": KEEP}), clock) as store:
@@ -82,7 +82,7 @@ def test_a_process_that_knows_nothing_yet_reads_two_footers_for_a_checkpoint(pla
     for step in (1, 2, 3):
         with place.open(config, clock) as store:
             before = place.bucket.requests["read"] if place.buckets else 0
-            store.save(step, lora_state(step)).wait("far", timeout=60)
+            store.save(step, lora_state(step)).wait("far", timeout=200)
             read.append(place.bucket.requests["read"] - before)
         clock.advance(60)
     assert read == [0, 1, 2]  # that of the checkpoint before, and of the one that this one takes its bytes from
