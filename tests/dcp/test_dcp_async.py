@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from dcp_kit import IGNORED, causes, config, config_file, quiet
 from ranks_kit import run_ranks
+from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
@@ -32,7 +36,7 @@ def test_overlapping_saves_hold_the_values_of_their_own_steps(tmp_path: Path) ->
         futures.append(dcp.async_save({"w": weight, "step": step}, storage_writer=writer, checkpoint_id=step, no_dist=True))
     weight.fill_(-1.0)
     for future in futures:
-        future.result(60)
+        future.result(200)
     with tierstore.open(config(tmp_path)) as store:
         for step in range(1, 5):
             loaded = store.load(step)
@@ -52,7 +56,7 @@ def test_staging_keeps_ties_and_shares_no_memory_with_the_state_or_another_save(
         assert staged["a"].data_ptr() != weight.data_ptr()
     assert first["a"].data_ptr() != second["a"].data_ptr()
     future = dcp.async_save({"a": weight, "b": weight}, storage_writer=writer, checkpoint_id=1, no_dist=True)
-    future.result(60)
+    future.result(200)
     with tierstore.open(config(tmp_path)) as store:
         loaded = store.load(1)
         assert loaded["a"] is loaded["b"]
@@ -63,15 +67,28 @@ def test_a_failed_async_save_tells_its_future(tmp_path: Path) -> None:
     writer = TierStorageWriter(config(tmp_path))
     future = dcp.async_save({"a": object()}, storage_writer=writer, checkpoint_id=1, no_dist=True)
     with pytest.raises(CheckpointException) as caught:
-        future.result(60)
+        future.result(200)
     [error] = causes(caught.value)
     assert isinstance(error, UnsupportedTypeError)
     writer.close()
 
 
+def reserved_port() -> int:
+    """Torch names a port seconds before it listens there: one that no connection of another process is given meanwhile."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(lowest // 2, lowest)
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("", port))
+            return port
+
+
 def thread_and_process(rank: int, world_size: int, folder: Path) -> Any:
     quiet()
     torch.multiprocessing.set_start_method("spawn", force=True)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(_async_process_executor, "get_free_port", reserved_port)
+    patch.setenv("MASTER_ADDR", "127.0.0.1")  # whatever a resolver says of this machine
     mesh = init_device_mesh("cpu", (world_size,))
     local = torch.zeros(10)
     writer = TierStorageWriter(f"tier://{folder / 'store.yaml'}/r/step-0")
@@ -87,7 +104,7 @@ def thread_and_process(rank: int, world_size: int, folder: Path) -> Any:
         else:
             future = dcp.async_save(state, storage_writer=writer, checkpoint_id=f"step-{step}", async_checkpointer_type=kind)
         local.fill_(-1.0)
-        future.result(120)
+        future.result(200)
     writer.close()
     reader = TierStorageReader(f"tier://{folder / 'store.yaml'}/r")
     found = []
