@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks_kit import die, run_ranks
+from ranks_kit import die, run_ranks, wait_only_for
 
 import tierstore
 from tierstore.clock import SystemClock
@@ -26,12 +26,10 @@ TOGETHER = ("before the agreement", "before it is ready")
 """When a rank can die that the others still wait for in `save`."""
 
 
-def open_in(
-    folder: Path, *, agreement: str = "60s", commit: str = LONG, memory: bool = False, clock: SystemClock | None = None, **more: Any
-) -> tierstore.Store:
+def open_in(folder: Path, *, commit: str = LONG, memory: bool = False, clock: SystemClock | None = None, **more: Any) -> tierstore.Store:
     node = {"name": "node", "uri": str(folder / "node"), "scope": "node", "durable": not memory}
     shared = {"name": "shared", "uri": str(folder / "shared"), "scope": "shared"}
-    save = {"agreement_timeout": agreement, "commit_timeout": commit, **more.pop("save", {})}
+    save = {"agreement_timeout": "60s", "commit_timeout": commit, **more.pop("save", {})}
     return tierstore.open({"version": 1, "run": "r", "tiers": [node, shared], "save": save, **more}, clock=clock)
 
 
@@ -76,9 +74,13 @@ class Ahead(SystemClock):
         return super().monotonic() + self.ahead_s
 
     def pass_commit_timeout(self, folder: Path, step: int, ranks: set[int]) -> None:
-        """Moves on once the parts of `ranks` are there."""
+        """Moves on once the parts of `ranks` are there, and until the fate is: a part may be there before its own rank begins to wait."""
+        run = folder / "shared" / "r"
         paths = [f"step-{step:010d}-*/{part_name(rank)}" for rank in ranks]
-        poll(lambda: all(list((folder / "shared" / "r").glob(path)) for path in paths))
+        poll(lambda: all(list(run.glob(path)) for path in paths))
+        poll(lambda: list(run.glob(f".log/step-{step:010d}-*/000000.json")) or self.move_on())
+
+    def move_on(self) -> None:
         self.ahead_s += 3 * 1800
 
 
@@ -90,7 +92,9 @@ def dies_in(rank: int, world_size: int, folder: Path, moment: str, dead: int = 1
     first = save_or_tell(store, 1, state_of(rank, 1))
     assert store.agreement is not None
     store.agreement.share("all know of the first save", b"")
-    store.agreement.deadline_s = 3
+    if moment in TOGETHER:  # later nobody waits for the dead in an agreement
+        store.agreement.deadline_s = 0.5
+        wait_only_for(store.agreement, {dead})
     if rank == dead:
         if moment == "before the agreement":
             die()
@@ -110,7 +114,7 @@ def dies_in(rank: int, world_size: int, folder: Path, moment: str, dead: int = 1
 @pytest.mark.parametrize("moment", TOGETHER)
 def test_a_rank_that_dies_before_all_are_ready_is_named_and_nothing_is_begun(moment: str, tmp_path: Path) -> None:
     found = run_ranks(3, dies_in, tmp_path, moment=moment, may_die={1: -9})
-    expected = ["DeadlineError", "the save of step 2: rank 1 of 3 did not come within 3 s", [1]]
+    expected = ["DeadlineError", "the save of step 2: rank 1 of 3 did not come within 0.5 s", [1]]
     assert found == [["saved", expected], None, ["saved", expected]]
     assert len(list((tmp_path / "shared" / "r").glob("step-*"))) == 1
     assert run_ranks(2, resumes, tmp_path) == [[1, "saved", [1, 9]]] * 2
@@ -127,7 +131,7 @@ def test_the_part_of_a_rank_that_dies_later_is_missed_by_name_and_the_step_never
 
 def test_the_others_do_not_depend_on_rank_0(tmp_path: Path) -> None:
     found = run_ranks(3, dies_in, tmp_path / "a", moment="before the agreement", dead=0, may_die={0: -9})
-    expected = ["DeadlineError", "the save of step 2: rank 0 of 3 did not answer within 4 s", [0]]
+    expected = ["DeadlineError", "the save of step 2: rank 0 of 3 did not answer within 1.5 s", [0]]
     assert found == [None, ["saved", expected], ["saved", expected]]
     found = run_ranks(3, dies_in, tmp_path / "b", moment="before its part record", dead=0, may_die={0: -9})
     for first, (kind, _, missing) in found[1:]:
@@ -301,6 +305,8 @@ def skips_a_save(rank: int, world_size: int, folder: Path) -> Any:
         full_disk(patch)
     states = [{"w": torch.full((5000,), float(step)), "own": torch.full((5000,), float(rank))} for step in (1, 2)]
     one = store.save(1, states[0])
+    if rank == 0:
+        one.wait("node", 120)  # what is still in memory would be skipped here too
     two = store.save(2, states[1])  # on rank 1 it pushes the first one out of memory
     if rank == 1:
         patch.undo()
@@ -333,19 +339,20 @@ def has_a_full_disk(rank: int, world_size: int, folder: Path) -> Any:
     first = save_or_tell(store, 1, state_of(rank, 1)) if rank == 0 else waits_for_space(store, state_of(rank, 1), folder)
     (folder / "heard").touch()
     patch.undo()
-    second = save_or_tell(store, 2, state_of(rank, 2))  # raises what went wrong in the background since
-    third = save_or_tell(store, 3, state_of(rank, 3))
+    tries: list[Any] = []
+    while "saved" not in tries and len(tries) < 3:  # they raise what went wrong in the background since, sooner or later
+        tries.append(save_or_tell(store, 2 + len(tries), state_of(rank, 2)))
     close_at_last(store)
-    return [first, second, third]
+    return [first, tries]
 
 
 def waits_for_space(store: tierstore.Store, state: Any, folder: Path) -> Any:
     ticket = store.save(1, state)
-    poll(lambda: (folder / "heard").exists())
+    poll(lambda: ticket.errors and (folder / "heard").exists())
     return [type(error).__name__ for error in ticket.errors][:1]
 
 
-def poll(condition: Any, deadline_s: float = 60.0) -> None:
+def poll(condition: Any, deadline_s: float = 200.0) -> None:
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end
@@ -353,30 +360,31 @@ def poll(condition: Any, deadline_s: float = 60.0) -> None:
 
 
 def test_a_rank_with_a_full_disk_is_named_when_the_others_stop_waiting_and_goes_on_once_there_is_room(tmp_path: Path) -> None:
-    (first, second, third), (full, _, after) = run_ranks(2, has_a_full_disk, tmp_path)
+    (first, tries), (full, others) = run_ranks(2, has_a_full_disk, tmp_path)
     assert first[0] == "CondemnedError"
     assert first[2] == [1]
     assert full == ["TierFullError"]
-    assert second[0] == "CondemnedError"
-    assert (third, after) == ("saved", "saved")
+    assert tries[0][0] == "CondemnedError"
+    assert len(tries) == len(others)
+    assert (tries[-1], others[-1]) == ("saved", "saved")
+    # Rank 1 may have heard by then that step 1 was condemned, or hears of it a moment later: then the next save says so, on both.
+    assert {kind for kind, *_ in tries[1:-1]} <= {"RankError"}
+    assert {kind for kind, *_ in others[:-1]} <= {"TierFullError", "CondemnedError", "RankError"}
 
 
 def comes_late(rank: int, world_size: int, folder: Path) -> Any:
-    with open_in(folder, agreement="2s") as store:
-        store.agreement  # noqa: B018 - made while all are on time
+    with open_in(folder) as store:
+        assert store.agreement is not None
+        store.agreement.deadline_s = 0.5
+        wait_only_for(store.agreement, {1})
         if rank == 1:
             poll(lambda: (folder / "missed").exists())
-        elif rank == 2:
-            (folder / "comes").touch()
-        else:
-            poll(lambda: (folder / "comes").exists())  # by its clock a deadline is over
         first = save_or_tell(store, 1, state_of(rank, 1))
         (folder / "missed").touch()
-        assert store.agreement is not None
         store.agreement.deadline_s = 60
         return [first[:2], save_or_tell(store, 2, state_of(rank, 2)), [c.step for c in store.checkpoints()]]
 
 
 def test_a_slow_rank_hears_that_it_was_missed_and_takes_part_in_the_next_save(tmp_path: Path) -> None:
-    missed = ["DeadlineError", "the save of step 1: rank 1 of 3 did not come within 2 s"]
+    missed = ["DeadlineError", "the save of step 1: rank 1 of 3 did not come within 0.5 s"]
     assert run_ranks(3, comes_late, tmp_path) == [[missed, "saved", [2]]] * 3
