@@ -85,10 +85,11 @@ def save_again(config: Path, step: int) -> None:
 
 
 def _surround(patch: pytest.MonkeyPatch) -> None:
-    """Storages without fsync, and a host and process of ours in the records: their widths decide how tables are laid out."""
+    """Storages without fsync, and a host and process of ours in the records: their widths decide how tables are laid out. Patience."""
     patch.setattr("tierstore.tiers.opening.open_storage", lambda uri, *_args, **_settings: unsynced(uri))
     patch.setattr("tierstore.tiers.log.platform", SimpleNamespace(node=lambda: "node7"))
     patch.setattr("tierstore.tiers.log.os", SimpleNamespace(getpid=lambda: 4711))
+    patch.setattr("tierstore.tiers.leased._RELEASE_S", 200.0)  # a lease that is left where the machine stands still keeps gc waiting
 
 
 async def _save(session: Session, step: int, at: datetime, *, loss: float, copied: bool) -> None:
