@@ -39,8 +39,8 @@ def train(plan: Mapping[str, Any]) -> None:
             for level in ("staged", "committed"):
                 ticket.on(level, lambda event: say(event=event.level, step=event.attempt.step))
             if plan["sync"]:
-                ticket.wait("durable", timeout=60)
-        store.sync(timeout=60)
+                ticket.wait("durable", timeout=200)
+        store.sync(timeout=200)
     say(event="end")
 
 

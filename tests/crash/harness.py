@@ -94,8 +94,8 @@ def check_promises(tiers: Sequence[Any], acked: set[int], staged: set[int], *, n
         for step in sorted(found):
             assert_same_state(store.load(step), state_of(step, nbytes))
         again = max(found, default=0) + 1
-        store.save(again, state_of(again, nbytes)).wait("durable", timeout=60)
-        store.sync(timeout=60)
+        store.save(again, state_of(again, nbytes)).wait("durable", timeout=200)
+        store.sync(timeout=200)
     names = [t if isinstance(t, dict) else {"uri": t} for t in tiers]
     for tier in names:  # after the next process has synced, every tier alone has every checkpoint
         alone = {**tier, "scope": "shared"}

@@ -29,7 +29,7 @@ def s3_tiers(tmp_path: Path, s3_bucket: str, s3_options: dict[str, Any]) -> list
 
 def crash_and_check(tiers: list[Any], point: str, nth: int, nbytes: int, errors: Path) -> None:
     child = Child(tiers, steps=3, sync=True, env={"TIERSTORE_CRASH_AT": f"{point}:{nth}"}, nbytes=nbytes, errors=errors)
-    status, output = child.end(200)
+    status, output = child.end(250)
     assert status == CRASH_EXIT, f"{point} was not passed {nth} times: {child.errors}"
     events = events_of(output)
     check_promises(tiers, acknowledged(events), acknowledged(events, "staged"), nbytes=nbytes)
@@ -53,6 +53,6 @@ def test_every_registered_point_is_reached(tmp_path: Path, s3_bucket: str, s3_op
     tiers = s3_tiers(tmp_path, s3_bucket, s3_options)
     env = {"TIERSTORE_CRASH_LOG": str(log)}
     child = Child(tiers, steps=1, sync=True, env=env, nbytes=20_000_000, errors=tmp_path / "errors")
-    status, _ = child.end(200)
+    status, _ = child.end(250)
     assert status == 0, child.errors
     assert {p for p in log.read_text().split() if not p.startswith(GC)} == {*S3_POINTS, *LOCAL_POINTS}

@@ -14,9 +14,10 @@ from harness import Child, acknowledged, check_promises, events_of
 @pytest.mark.timeout(3600)
 def test_every_acknowledged_save_survives_kill_9(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     tiers = [str(tmp_path / "node"), str(tmp_path / "shared"), {"name": "far", "uri": str(tmp_path / "far"), "scope": "shared"}]
-    moments = random.Random(int.from_bytes(os.urandom(4), "big"))
+    long_run = pytestconfig.getoption("--long")
+    moments = random.Random(int.from_bytes(os.urandom(4), "big") if long_run else 1)
     acked: set[int] = set()
-    for turn in range(200 if pytestconfig.getoption("--long") else 2):
+    for turn in range(200 if long_run else 2):
         child = Child(tiers, steps=10_000, sync=False, env={}, errors=tmp_path / "errors")
         lines: list[str] = []
         for line in child.lines():

@@ -43,7 +43,7 @@ def act(store: tierstore.Store, dice: random.Random, step: int) -> int:
         ticket = store.save(step, state_of(step), metrics={"loss": dice.random()})
         ticket.on("committed", lambda event: say(event="committed", step=event.attempt.step))
         if dice.random() < 0.3:
-            ticket.wait(dice.choice(["staged", "committed", "durable"]), timeout=60)
+            ticket.wait(dice.choice(["staged", "committed", "durable"]), timeout=200)
         return step
     if what == "prune":
         store.retention.prune()
