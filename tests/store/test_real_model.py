@@ -68,6 +68,7 @@ def test_a_real_model_goes_through_all_tiers_and_comes_back_bit_equal_from_each(
     counted = {**remote, "options": {**s3_options, "endpoint_url": proxy.endpoint_url}}
     with tierstore.open([counted], run="minilm") as store:
         checkpoint = store.open_checkpoint(1)
+        assert store._session.run(checkpoint.replica.lease.settled())  # its look at the log goes on in the background
         assert set(checkpoint) == {f"model.{name}" for name in model}
         for name, tensor in model.items():
             proxy.clear()
