@@ -334,6 +334,16 @@ def test_folders_that_were_made_stay_while_others_go_with_what_they_hold(fs: Tie
         fs.open(f"{folder}/missing")
 
 
+def test_a_folder_that_was_copied_stays_whether_it_or_what_it_holds_came_first(fs: TierFileSystem, folder: str) -> None:
+    """A copy takes many at once: a file that was quicker than its folder made that a folder which goes with what it holds."""
+    fs.pipe_file(f"{folder}/from/f", b"1")
+    for target, order in (("folder-first", ("", "/f")), ("file-first", ("/f", ""))):
+        for name in order:
+            fs.cp_file(f"{folder}/from{name}", f"{folder}/{target}{name}")
+        fs.rm_file(f"{folder}/{target}/f")
+        assert fs.ls(f"{folder}/{target}") == []
+
+
 def test_a_move_gives_files_and_folders_their_new_names(fs: TierFileSystem, folder: str) -> None:
     fs.pipe({f"{folder}/a/1": b"one", f"{folder}/a/b/2": b"two"})
     fs.mkdir(f"{folder}/a/empty")

@@ -199,6 +199,9 @@ class Tree:
         node = await self.look_up(source)
         if node.is_folder:
             await self.make_folder(target, exist_ok=True)
+            version = await self.files.look_up(target)
+            if version is not None and version.is_folder and not version.version:
+                await self.files.make_folder(target)  # a file of the same copy may have come first: the folder would go with that
         elif isinstance(node.source, CheckpointFile):
             await self.check_target(target)
             spool = self.files.spool()
