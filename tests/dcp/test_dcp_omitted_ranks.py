@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 import tierstore
 from tierstore.dcp import TierStorageReader, TierStorageWriter
 
-pytestmark = [pytest.mark.filterwarnings(IGNORED), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.filterwarnings(IGNORED), pytest.mark.timeout(900)]
 
 FILL = [{"match": r"master\.(.*)", "to": r"model.\1"}]
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import tierstore
 from tierstore.dcp import TierStorageReader, TierStorageWriter
 
-pytestmark = [pytest.mark.filterwarnings(IGNORED), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.filterwarnings(IGNORED), pytest.mark.timeout(900)]
 
 
 class Model(torch.nn.Module):
