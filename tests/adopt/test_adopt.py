@@ -52,7 +52,7 @@ def test_a_hugging_face_folder_becomes_shards_of_the_same_bytes(tmp_path: Path) 
     (folder / "tokenizer.json").write_bytes(b"\x00\xfftok")
     with opened(tmp_path) as store:
         ticket = store.adopt(folder, step=7, metrics={"loss": 1.0}, tags=["base"])
-        ticket.wait("durable", 60)
+        ticket.wait("durable", 200)
         store.sync()
         assert ticket.errors == ()
         assert_bits(store.load(7), WHOLE)
@@ -91,7 +91,7 @@ def test_a_local_file_is_taken_in_without_copying_where_that_was_asked_for_or_is
 
     monkeypatch.setattr(_clone, "_cloned", clone)
     with opened(tmp_path, "node", "shared") as store:
-        store.adopt(folder, step=1, link=way == "link").wait("durable", 60)
+        store.adopt(folder, step=1, link=way == "link").wait("durable", 200)
         (near, _), (far, _) = shards_of(tmp_path / "node", 1), shards_of(tmp_path / "shared", 1)
         assert os.path.samefile(near, source) is (way == "link")
         assert not os.path.samefile(far, source)
@@ -116,8 +116,8 @@ def test_a_dcp_directory_of_four_ranks_is_streamed_chunk_by_chunk(tmp_path: Path
     whole = torch.arange(60.0).view(10, 6)
     wanted = {"rows": whole, "columns": whole, "same": whole, "plain": torch.arange(4)}
     with opened(tmp_path) as store:
-        store.adopt(tmp_path / "dcp", step=1).wait("durable", 60)
-        store.adopt(tmp_path / "hf", step=2, shapes=wanted).wait("durable", 60)
+        store.adopt(tmp_path / "dcp", step=1).wait("durable", 200)
+        store.adopt(tmp_path / "hf", step=2, shapes=wanted).wait("durable", 200)
         assert_bits(store.load(1)["model"], wanted)
         assert_bits(store.load(2), wanted)
         assert len(store.open_checkpoint(1).replica.index.find("model.rows").extents) == 4
@@ -144,8 +144,8 @@ def test_a_torch_save_file_and_a_dcp_directory_keep_objects_ties_strides_and_eve
     torch.save(state, tmp_path / "s.pt")
     dcp = save_dcp(state, tmp_path / "dcp")
     with opened(tmp_path) as store:
-        store.adopt(tmp_path / "s.pt", step=1).wait("durable", 60)
-        store.adopt(dcp, step=2).wait("durable", 60)
+        store.adopt(tmp_path / "s.pt", step=1).wait("durable", 200)
+        store.adopt(dcp, step=2).wait("durable", 200)
         loaded = store.load(1)
         assert_same_state(loaded, state)
         assert loaded["model"]["emb"] is loaded["model"]["head"]
@@ -168,11 +168,11 @@ def test_renaming_rules_change_the_index_and_no_byte(tmp_path: Path) -> None:
     state = {"model": {"a": torch.ones(2), "n": 5}, "epoch": 3}
     torch.save(state, tmp_path / "s.pt")
     with opened(tmp_path) as store:
-        store.adopt(folder, step=1, rename=str(rules)).wait("durable", 60)
+        store.adopt(folder, step=1, rename=str(rules)).wait("durable", 200)
         wanted = {"net.a": WHOLE["model.a"], "net.c": WHOLE["model.c"], "net.zero": WHOLE["model.zero"]}
         assert_bits(store.load(1), wanted)
         assert shards_of(tmp_path / "shared", 1)[0].read_bytes() == (folder / "model-00001-of-00002.safetensors").read_bytes()
-        store.adopt(tmp_path / "s.pt", step=2, rename=[{"match": r"model\.(.*)", "to": r"\1"}]).wait("durable", 60)
+        store.adopt(tmp_path / "s.pt", step=2, rename=[{"match": r"model\.(.*)", "to": r"\1"}]).wait("durable", 200)
         loaded = store.load(2)
         assert torch.equal(loaded.pop("a"), torch.ones(2))
         assert loaded == {"model.n": 5, "epoch": 3}
@@ -194,11 +194,11 @@ def test_what_can_t_be_taken_in_leaves_nothing_behind(tmp_path: Path) -> None:
         with pytest.raises(IncompleteError, match=r"model\.d"):
             store.adopt(folder, step=1, shapes={**WHOLE, "model.d": torch.ones(1)})
         assert not list(tmp_path.rglob("step-*"))
-        store.adopt(tmp_path / "s.pt", step=1, skip_objects=True).wait("durable", 60)
+        store.adopt(tmp_path / "s.pt", step=1, skip_objects=True).wait("durable", 200)
         assert_bits(store.load(1), {"a": torch.ones(2)})
         with pytest.raises(UsageError, match="committed already"):
             store.adopt(folder, step=1, if_exists="refuse")
-        store.adopt(folder, step=1).wait("durable", 60)
+        store.adopt(folder, step=1).wait("durable", 200)
         assert_bits(store.load(1), WHOLE)
     with (
         tierstore.open([str(tmp_path / "shared")], run="r", rank=0, world_size=2) as ranked,
@@ -223,7 +223,7 @@ def test_a_source_that_is_cut_off_while_it_is_read_commits_nothing(tmp_path: Pat
     if last:
         ticket = store.adopt(folder, step=1)
         with pytest.raises(SaveError, match=name):
-            ticket.wait("committed", 60)
+            ticket.wait("committed", 200)
         with pytest.raises(SaveError, match=name):
             store.close()
     else:
@@ -257,7 +257,7 @@ def test_a_full_nearest_tier_is_passed_over(tmp_path: Path, monkeypatch: pytest.
 
     with open_over(monkeypatch, make, tmp_path) as store:
         monkeypatch.undo()
-        store.adopt(folder, step=1).wait("durable", 60)
+        store.adopt(folder, step=1).wait("durable", 200)
         assert_bits(store.load(1), WHOLE)
 
 
@@ -331,11 +331,11 @@ def test_training_goes_on_from_an_adopted_checkpoint(tmp_path: Path) -> None:
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     other = torch.nn.Linear(4, 3)
     with opened(tmp_path / "store") as store:
-        store.adopt(tmp_path / "model.safetensors", step=0).wait("durable", 60)
+        store.adopt(tmp_path / "model.safetensors", step=0).wait("durable", 200)
         resumed = store.resume(into=other.state_dict())
         assert resumed is not None
         assert_bits(other.state_dict(), model.state_dict())
-        store.save(1, other.state_dict()).wait("durable", 60)
+        store.save(1, other.state_dict()).wait("durable", 200)
         assert_bits(store.load(1), model.state_dict())
 
 
@@ -357,7 +357,7 @@ def test_a_process_that_dies_while_it_adopts_leaves_no_half_of_a_checkpoint(tmp_
         resumed = store.resume()  # commits what is complete
         assert (resumed is not None) is (point == "commit.before-record")
         if resumed is None:
-            store.adopt(folder, step=5).wait("durable", 60)
+            store.adopt(folder, step=5).wait("durable", 200)
         assert_bits(store.load(5), WHOLE)
         assert store._session.run(verify(store._session.tiers, "r", level="full")).damage == ()
 
@@ -369,5 +369,5 @@ def test_what_no_tier_has_room_for_is_refused_at_once_and_the_attempt_is_condemn
             store.adopt(tmp_path / "bomb.pt", step=1)
         assert store.checkpoints() == []
         torch.save({"a": torch.ones(3)}, tmp_path / "good.pt")
-        store.adopt(tmp_path / "good.pt", step=2).wait("durable", 60)
+        store.adopt(tmp_path / "good.pt", step=2).wait("durable", 200)
         assert [c.step for c in store.checkpoints()] == [2]

@@ -92,7 +92,7 @@ def test_a_real_repository_in_s3_is_read_by_slices_adopted_verified_and_loaded_b
 
     with tierstore.open([str(tmp_path / "node"), str(tmp_path / "shared")], run="minilm") as store:
         ticket = store.adopt(f"{s3_bucket}/repo", step=1, options=s3_options)
-        ticket.wait("durable", 100)
+        ticket.wait("durable", 200)
         assert ticket.errors == ()
         assert_bits(store.load(1), model)
         assert set(companions_of(store.open_checkpoint(1).replica)) == {"config.json", "1_Pooling/config.json"}
@@ -109,7 +109,7 @@ def test_an_adopted_repository_is_exported_and_loaded_by_transformers(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
     with tierstore.open([str(tmp_path / "shared")], run="minilm") as store:
-        store.adopt(folder, step=1).wait("durable", 100)
+        store.adopt(folder, step=1).wait("durable", 200)
         store.export(1, tmp_path / "out", ExportOptions(max_shard_size="30MB"))
     assert (tmp_path / "out" / "1_Pooling" / "config.json").read_bytes() == (folder / "1_Pooling" / "config.json").read_bytes()
     from transformers import AutoModel, AutoTokenizer

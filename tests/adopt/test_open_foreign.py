@@ -219,7 +219,7 @@ def test_several_bin_files_by_their_index(tmp_path: Path) -> None:
 def test_tierstore_s_own_shards_are_plain_safetensors_too(tmp_path: Path) -> None:
     wanted = {**AWKWARD, **every_dtype(safetensors=False)}
     with tierstore.open([tmp_path / "tier"], run="r") as store:
-        store.save(1, wanted).wait("durable", 60)
+        store.save(1, wanted).wait("durable", 200)
     (shard,) = tmp_path.rglob("shard-*.safetensors")
     for place in (shard, shard.parent):
         if place == shard.parent:
@@ -308,7 +308,7 @@ def test_sparse_tensors_of_a_torch_save_file_are_read_by_their_components(tmp_pa
         assert {"coo.indices", "coo.values", "list.0.crow_indices"} <= set(checkpoint)
         assert_same_state(checkpoint.state(), state)
     with tierstore.open([str(tmp_path / "tier")], run="r") as store:
-        store.adopt(tmp_path / "s.pt", step=1).wait("durable", 60)
+        store.adopt(tmp_path / "s.pt", step=1).wait("durable", 200)
         assert_same_state(store.load(1), state)
 
 

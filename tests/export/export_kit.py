@@ -27,7 +27,7 @@ def stored(root: Path, state: Any) -> Iterator[Store]:
     """A store on ``root/tier`` with `state` as step 1 of run ``r``."""
     with tierstore.open([str(root / "tier")], run="r") as store:
         store.save(1, state)
-        store.sync(60)
+        store.sync(250)
         yield store
 
 

@@ -35,7 +35,7 @@ def save(rank: int, world_size: int, folder: Path) -> None:
     model = {name: distribute_tensor(value, mesh, places[name]) for name, value in whole().items()}
     stage = {f"stage.{rank}": torch.full((5, 5), float(rank))}  # as in a pipeline, each rank has layers of its own
     with tierstore.open([str(folder / "tier")], run="r", rank=rank, world_size=world_size) as store:
-        store.save(1, {"model": {**model, **stage}, "step": 1}).wait("committed", 60)
+        store.save(1, {"model": {**model, **stage}, "step": 1}).wait("committed", 200)
 
 
 def test_a_checkpoint_of_four_ranks_is_exported_whole(tmp_path: Path) -> None:
@@ -70,5 +70,5 @@ def load_renamed(rank: int, world_size: int, folder: Path) -> None:
 def test_each_rank_loads_its_rows_of_a_renamed_tensor(tmp_path: Path) -> None:
     rows = whole()["rows"]
     with tierstore.open([str(tmp_path / "tier")], run="r") as store:
-        store.save(2, {"rows": rows, "rows2": rows.clone()}).wait("committed", 60)
+        store.save(2, {"rows": rows, "rows2": rows.clone()}).wait("committed", 200)
     run_ranks(2, load_renamed, tmp_path)
