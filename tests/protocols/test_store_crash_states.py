@@ -186,10 +186,15 @@ def all_states(ops: Sequence[Op], start: int, *, limit: int = 1 << 16) -> list[C
     return distinct(crash_states(ops, start=start, limit=limit))
 
 
+@pytest.fixture(scope="module")
+def states(recording: Recording) -> Sequence[CrashState]:
+    """All but for what may be left in ``.tmp``. Building them takes seconds."""
+    return all_states(without_temporaries(recording.fs.ops), recording.start)
+
+
 def test_after_a_power_failure_at_any_instant_readers_see_whole_checkpoints_and_all_acknowledged_ones(
-    recording: Recording, tmp_path: Path
+    recording: Recording, states: Sequence[CrashState], tmp_path: Path
 ) -> None:
-    states = all_states(without_temporaries(recording.fs.ops), recording.start)
     assert len(states) > 100
     assert not any(state.sampled for state in states)
     assert {f"{step}:durable" for step in STEPS} <= states[-1].acknowledged
@@ -199,9 +204,8 @@ def test_after_a_power_failure_at_any_instant_readers_see_whole_checkpoints_and_
 
 
 def test_after_a_power_failure_the_next_process_adopts_saves_and_fills_every_tier(
-    recording: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_run: bool
+    recording: Recording, states: Sequence[CrashState], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_run: bool
 ) -> None:
-    states = all_states(without_temporaries(recording.fs.ops), recording.start)
     chosen = states if long_run else bounded(states, 20)
     print(f"{len(chosen)} of {len(states)} states")
     for number, state in enumerate(chosen):
