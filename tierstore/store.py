@@ -534,6 +534,10 @@ class Store:
         with self._lock:
             self._generation = max(self._generation, generation)
 
+    def told(self, attempt: Attempt) -> None:
+        """The failure of `attempt` was raised by the very call that saved it: no later call, nor `close`, raises it again."""
+        self._worker.told(attempt)
+
     def raise_errors(self) -> None:
         """Raises what went wrong in the background and no call has raised yet, as the next save would.
 

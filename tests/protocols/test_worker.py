@@ -328,6 +328,23 @@ def test_a_failed_save_surfaces_as_the_policy_says(tmp_path: Path, on_error: str
         assert latest(session) == 2
 
 
+@pytest.mark.parametrize("at_close", [False, True])
+def test_of_two_failures_the_one_that_was_told_hides_no_other(tmp_path: Path, at_close: bool) -> None:
+    """Who waits for its own save gets the failure there, now or later; that of another save is still raised."""
+    with LoopSession(folder_tiers(tmp_path, SHORT)) as session:
+        worker = Worker(session, "r", options=FAST)
+        hook(session, "nvme", Gate("write", error=lambda: SaveError("broken")))
+        first, second, third = (worker.submit(save_job(new_attempt("r", step))) for step in (1, 2, 3))
+        worker.told(first.attempt)
+        for ticket in (first, second, third):
+            with pytest.raises(SaveError, match="broken"):
+                ticket.wait("committed", 120)
+        worker.told(third.attempt)
+        with pytest.raises(SaveError, match=r"step 2 .*nvme"):
+            worker.close(120) if at_close else worker.raise_errors()
+        worker.close(120)
+
+
 def test_an_error_that_nobody_saw_is_raised_at_close(tmp_path: Path) -> None:
     """Case 16: `close` names the step and the tier."""
     with LoopSession(folder_tiers(tmp_path, SHORT)) as session:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from dataclasses import dataclass, field
 
 from tierstore.config import StoreConfig
 from tierstore.errors import SaveError
@@ -23,62 +22,9 @@ from tierstore.state.stage import StagedState
 from tierstore.store import Store
 from tierstore.tiers.ticket import Ticket
 
-__all__ = ["WriterStore", "close_stores", "note_generation", "shared_store"]
+__all__ = ["close_stores", "note_generation", "shared_store", "submit"]
 
 Key = tuple[str, str, int, int]
-
-
-@dataclass(slots=True, kw_only=True)
-class WriterStore:
-    """A store, and the failures of saves that their callers were told of already: the store's next call is not to tell them again."""
-
-    store: Store
-    _told: set[str] = field(default_factory=set)
-
-    def told(self, attempt: Attempt) -> None:
-        """Whoever saved `attempt` gets its failure from the call itself."""
-        self._told.add(attempt.save_id)
-
-    def submit(
-        self,
-        attempt: Attempt,
-        staged: StagedState,
-        *,
-        metrics: dict[str, float],
-        tags: tuple[str, ...],
-        final: bool,
-        omit: tuple[str, ...],
-    ) -> Ticket:
-        """`Store.submit`, after failures that were told already are put aside."""
-        try:
-            self.raise_errors()
-        except SaveError:
-            staged.release()
-            raise
-        self.store.goes_back_to(_REGISTRY.generation)
-        return self.store.submit(attempt, staged, metrics=metrics, tags=tags, final=final, omit=omit)
-
-    def raise_errors(self) -> None:
-        """`Store.raise_errors`, but for failures that were told already."""
-        while True:
-            try:
-                self.store.raise_errors()
-            except SaveError as error:
-                if not self._knows(error):
-                    raise
-                continue
-            return
-
-    def close(self) -> None:
-        """Drains and closes the store; raises its errors but those that were told already."""
-        try:
-            self.store.close()
-        except SaveError as error:
-            if not self._knows(error):
-                raise
-
-    def _knows(self, error: SaveError) -> bool:
-        return error.context.get("save_id") in self._told
 
 
 class _Registry:
@@ -91,20 +37,40 @@ class _Registry:
     def _renew(self) -> None:
         self.generation = 0
         self.lock = threading.Lock()
-        self.open: dict[Key, WriterStore] = {}
+        self.open: dict[Key, Store] = {}
 
 
 _REGISTRY = _Registry()
 
 
-def shared_store(config: StoreConfig, *, rank: int, world_size: int) -> tuple[Key, WriterStore]:
+def shared_store(config: StoreConfig, *, rank: int, world_size: int) -> tuple[Key, Store]:
     """This process's store for `config` (with its run) as `rank` of `world_size`; opened if it is not yet; errors as `tierstore.open`."""
     key = (config.fingerprint, config.run or "", rank, world_size)
     with _REGISTRY.lock:
         known = _REGISTRY.open.get(key)
-        if known is None or not known.store.usable:
-            known = _REGISTRY.open[key] = WriterStore(store=Store(config, rank=rank, world_size=world_size))
+        if known is None or not known.usable:
+            known = _REGISTRY.open[key] = Store(config, rank=rank, world_size=world_size)
         return key, known
+
+
+def submit(
+    store: Store,
+    attempt: Attempt,
+    staged: StagedState,
+    *,
+    metrics: dict[str, float],
+    tags: tuple[str, ...],
+    final: bool,
+    omit: tuple[str, ...],
+) -> Ticket:
+    """`Store.submit`, after what went wrong before; tells what the readers of this process loaded goes back to."""
+    try:
+        store.raise_errors()
+    except SaveError:
+        staged.release()
+        raise
+    store.goes_back_to(_REGISTRY.generation)
+    return store.submit(attempt, staged, metrics=metrics, tags=tags, final=final, omit=omit)
 
 
 def note_generation(generation: int) -> None:

@@ -27,7 +27,7 @@ from tierstore.dcp.orders import Orders, check_opened, check_same, check_written
 from tierstore.dcp.own import own_state
 from tierstore.dcp.place import Place, moved, place_of
 from tierstore.dcp.slim import slim
-from tierstore.dcp.stores import Key, WriterStore, close_stores, shared_store
+from tierstore.dcp.stores import Key, close_stores, shared_store, submit
 from tierstore.errors import DeadlineError, SaveError, TierStoreError, UsageError, reason_of
 from tierstore.format.objects import ObjectCodecs
 from tierstore.names import shard_name
@@ -105,7 +105,7 @@ class TierStorageWriter(StorageWriter, AsyncStager):
 
     def _begin(self, store: Store | None) -> None:
         """What a process has for itself."""
-        self._given = None if store is None else WriterStore(store=store)
+        self._given = store
         self._used: set[Key] = set()
         self._current = threading.local()
 
@@ -158,7 +158,7 @@ class TierStorageWriter(StorageWriter, AsyncStager):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Names the attempt and tells it to every rank, also to those whose plan has not changed."""
         save = self._saving()
-        store = self._store(save.place, 0, len(plans)).store
+        store = self._store(save.place, 0, len(plans))
         return with_orders(plans, store.new_attempt(save.place.step), store._opened(), save.omit)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -186,7 +186,7 @@ class TierStorageWriter(StorageWriter, AsyncStager):
         store = self._store(save.place, save.orders.rank, save.orders.world_size)
         with self._giving_up(store, save.orders, late=False):  # what is only late still commits
             check_written(metadata, results)
-            save.ticket.wait("committed", store.store.config.save.commit_timeout_s)
+            save.ticket.wait("committed", store.config.save.commit_timeout_s)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -237,16 +237,16 @@ class TierStorageWriter(StorageWriter, AsyncStager):
             raise UsageError("no save is under way in this thread", hint="DCP calls set_up_storage_writer first")
         return save
 
-    def _store(self, place: Place, rank: int, world_size: int) -> WriterStore:
+    def _store(self, place: Place, rank: int, world_size: int) -> Store:
         if self._given is not None:
-            store = self._given.store
+            store = self._given
             if (store.run, store.rank, store.world_size) != (place.run, rank, world_size):
                 raise UsageError(
                     f"the given store is of run {store.run!r}, rank {store.rank} of {store.world_size}; "
                     f"this save is of run {place.run!r}, rank {rank} of {world_size}",
                     hint="open it with rank= and world_size= of the process group, or give the writer a configuration",
                 )
-            return self._given
+            return store
         key, store_of_all = shared_store(place.config, rank=rank, world_size=world_size)
         self._used.add(key)
         return store_of_all
@@ -265,7 +265,7 @@ class TierStorageWriter(StorageWriter, AsyncStager):
         with telling(agreement, what):
             check_same(save.place, save.omit, orders)
             store = self._store(save.place, orders.rank, orders.world_size)
-            check_opened(store.store._opened(), orders)
+            check_opened(store._opened(), orders)
             plan = whole_plan(plan, planner, orders)
         with self._giving_up(store, orders, late=True):
             save.ticket = self._stage_and_submit(store, plan, planner, save, orders, agreement, what)
@@ -275,7 +275,7 @@ class TierStorageWriter(StorageWriter, AsyncStager):
 
     def _stage_and_submit(
         self,
-        store: WriterStore,
+        store: Store,
         plan: SavePlan,
         planner: SavePlanner,
         save: _Save,
@@ -290,15 +290,15 @@ class TierStorageWriter(StorageWriter, AsyncStager):
         different = frozenset[str]() if agreement is None else differing(agreement, what, prints)
         with telling(agreement, what):
             share = own.share(rank=orders.rank, differing=different, codecs=codecs)
-            staged = store.store.stage_chunks(share.chunks, objects=share.objects, aliases=share.aliases, omitted=share.omitted)
-            ticket = store.submit(orders.attempt, staged, metrics=self.metrics, tags=self.tags, final=self.final, omit=orders.omit)
-            _wait_staged(ticket, patience_s=store.store.config.save.patience_s, timeout_s=store.store.config.save.commit_timeout_s)
+            staged = store.stage_chunks(share.chunks, objects=share.objects, aliases=share.aliases, omitted=share.omitted)
+            ticket = submit(store, orders.attempt, staged, metrics=self.metrics, tags=self.tags, final=self.final, omit=orders.omit)
+            _wait_staged(ticket, patience_s=store.config.save.patience_s, timeout_s=store.config.save.commit_timeout_s)
         if agreement is not None:
             agreement.agree(what, b"", lambda reports: b"")  # a rank that failed is known to all before anybody waits for a commit
         return ticket
 
     @contextlib.contextmanager
-    def _giving_up(self, store: WriterStore, orders: Orders, *, late: bool) -> Iterator[None]:
+    def _giving_up(self, store: Store, orders: Orders, *, late: bool) -> Iterator[None]:
         """On an error the attempt is lost: the coordinator condemns it, so that no worker waits for it; who called is told by the error.
 
         `late`: a deadline that passed is such an error too.
@@ -309,7 +309,7 @@ class TierStorageWriter(StorageWriter, AsyncStager):
             store.told(orders.attempt)
             if orders.rank == 0 and (late or not isinstance(error, DeadlineError)):
                 try:
-                    store.store.condemn(orders.attempt, f"a rank failed to write: {reason_of(error)}")
+                    store.condemn(orders.attempt, f"a rank failed to write: {reason_of(error)}")
                 except TierStoreError as further:
                     log.warning("run=%s step=%d can't be condemned: %s", orders.attempt.run, orders.attempt.step, further.message)
             raise

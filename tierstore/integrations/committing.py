@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from tierstore.dcp.stores import WriterStore
 from tierstore.errors import DeadlineError, TierStoreError, reason_of
 from tierstore.state.jointly import jointly
+from tierstore.store import Store
 from tierstore.tiers.ticket import Ticket
 
 __all__ = ["wait_committed"]
@@ -14,11 +14,11 @@ __all__ = ["wait_committed"]
 log = logging.getLogger(__name__)
 
 
-def wait_committed(told: WriterStore, ticket: Ticket, what: str) -> None:
+def wait_committed(store: Store, ticket: Ticket, what: str) -> None:
     """Returns when the save is committed; all ranks call it.
 
     Args:
-        told: The store; its next call does not raise again what this one raised.
+        store: The ticket's; its next call does not raise again what this one raised.
         ticket: The save's.
         what: What it is, for messages.
 
@@ -27,13 +27,12 @@ def wait_committed(told: WriterStore, ticket: Ticket, what: str) -> None:
         RankError: Another rank could not write its part.
         DeadlineError: Not within ``save.commit_timeout``; it may still commit.
     """
-    store = told.store
     timeout_s = store.config.save.commit_timeout_s
     try:
         jointly(store.agreement, what, lambda: ticket.wait("staged", timeout_s))
         ticket.wait("committed", timeout_s)
     except Exception as error:
-        told.told(ticket.attempt)
+        store.told(ticket.attempt)
         if store.rank == 0 and not isinstance(error, DeadlineError):  # what is only late still commits
             try:
                 store.condemn(ticket.attempt, f"a rank failed to write: {reason_of(error)}")

@@ -32,7 +32,6 @@ with needs("deepspeed", extra="deepspeed"):
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 import tierstore
-from tierstore.dcp.stores import WriterStore
 from tierstore.errors import NotFoundError, StateMismatchError, UsageError
 from tierstore.integrations.committing import wait_committed
 from tierstore.integrations.deepspeed_parts.tags import (
@@ -91,7 +90,6 @@ class TierCheckpointEngine(CheckpointEngine):
         self.final = False
         self.ticket: Ticket | None = None
         self._step = step
-        self._told = WriterStore(store=store)
         self._info = CheckpointCommitInfo(tag="", save_dir="", save_latest=False)
         self._files: dict[str, Any] = {}
         self._labels: dict[int, set[str]] | None = None
@@ -148,11 +146,11 @@ class TierCheckpointEngine(CheckpointEngine):
         with telling(agreement, what):
             step = self._step() if self._step is not None else number_in(tag)
             labels = self._labels_for(tag, step) if self.store.rank == 0 else []
-            self._told.raise_errors()
+            self.store.raise_errors()
         state = {ABOUT: {"version": 1, "tag": tag}, **files}
         ticket = self.ticket = self.store.save(step, state, metrics=self.metrics, tags=labels, final=self.final)
         if self.wait == "committed":
-            wait_committed(self._told, ticket, what)
+            wait_committed(self.store, ticket, what)
         return True
 
     def load(self, path: str, map_location: Any = None) -> Any:
@@ -183,7 +181,7 @@ class TierCheckpointEngine(CheckpointEngine):
         Raises:
             SaveError: A background save or promotion failed and was not reported before.
         """
-        self._told.close()
+        self.store.close()
 
     # ---- what goes around the engine's methods
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tierstore.errors import ClosedError, DeadlineError, SaveError, TierStoreError
+from tierstore.names import Attempt
 from tierstore.storage.sources import BytesSource
 from tierstore.tiers.jobs import SaveJob, WorkerOptions
 from tierstore.tiers.ticket import Ticket
@@ -68,6 +69,7 @@ class SaveQueue:
         self._changed = threading.Condition()
         self._queue: deque[Save] = deque()
         self._errors: list[TierStoreError] = []
+        self._told: set[str] = set()
         self._skipped: list[tuple[SaveJob, SaveError]] = []
         self._closed = False
         self.in_flight_nbytes = 0
@@ -101,14 +103,19 @@ class SaveQueue:
             self._closed = True
             self._changed.notify_all()
 
+    def told(self, attempt: Attempt) -> None:
+        """Whoever saved `attempt` got its failure from another call: `raise_errors` passes it over, also where it is yet to be surfaced."""
+        with self._changed:
+            self._told.add(attempt.save_id)
+
     def raise_errors(self) -> None:
-        """Raises what went wrong in the background since the last call, each error once; the first one, naming how many more.
+        """Raises what went wrong in the background since the last call, each error once: the first one, and logs the others.
 
         Raises:
             SaveError: Its ``__cause__`` is the reason.
         """
         with self._changed:
-            errors, self._errors = self._errors, []
+            errors, self._errors = [error for error in self._errors if error.context.get("save_id") not in self._told], []
         if not errors:
             return
         for further in errors[1:]:

@@ -130,6 +130,10 @@ class Worker:
         self._queue.put(Save(job=job, ticket=ticket), timeout_s=timeout_s)
         return ticket
 
+    def told(self, attempt: Attempt) -> None:
+        """The failure of `attempt` was raised by another call; `raise_errors` and `close` do not raise it again."""
+        self._queue.told(attempt)
+
     def raise_errors(self) -> None:
         """Raises the first background error that no call has raised yet; each is raised once and stays on its ticket.
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
 from tierstore.config import load_config
-from tierstore.dcp.stores import WriterStore, shared_store
+from tierstore.dcp.stores import shared_store
 from tierstore.errors import StateMismatchError, UsageError
 from tierstore.integrations.megatron_parts.layout import ABOUT
 from tierstore.integrations.plain_types import register_megatron, register_plain
@@ -38,30 +38,26 @@ class Home:
     """
 
     def __init__(self, source: Any, run: str | None = None) -> None:
-        self._given = WriterStore(store=source) if isinstance(source, Store) else None
+        self._given = source if isinstance(source, Store) else None
         self._config = source.config if isinstance(source, Store) else load_config(source, run=run)
         if self._given is not None:
-            _add_codecs(self._given.store)
+            _add_codecs(self._given)
 
     @property
-    def writer(self) -> WriterStore:
+    def store(self) -> Store:
         """The store, as one of this process's rank in Megatron's ranks."""
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if self._given is not None:
-            store = self._given.store
+            store = self._given
             if (store.rank, store.world_size) != (rank, world_size):
                 raise UsageError(
                     f"the given store is of rank {store.rank} of {store.world_size}, Megatron's of rank {rank} of {world_size}",
                     hint="open it after torch.distributed is initialised, without rank and world_size",
                 )
-            return self._given
+            return store
         _, found = shared_store(self._config, rank=rank, world_size=world_size)
-        _add_codecs(found.store)
+        _add_codecs(found)
         return found
-
-    @property
-    def store(self) -> Store:
-        return self.writer.store
 
     @contextlib.contextmanager
     def opened(self, checkpoint_dir: Any) -> Any:

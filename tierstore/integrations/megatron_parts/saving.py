@@ -98,8 +98,7 @@ class TierSaveShardedStrategy(AsyncSaveShardedStrategy):
 
     def _begin(self, sharded_state_dict: Any, checkpoint_dir: Any) -> tuple[Ticket, str]:
         self.begun += 1
-        writer = self.home.writer
-        store = writer.store
+        store = self.home.store
         common, self._common = self._common, None
         what = f"the save of {os.path.basename(os.path.normpath(os.fspath(checkpoint_dir)))} of run {store.run!r}"
         agreement = store.agreement
@@ -107,7 +106,7 @@ class TierSaveShardedStrategy(AsyncSaveShardedStrategy):
             step = step_of(checkpoint_dir)
             state = self._common_state(common, checkpoint_dir)
             share = share_of(nested_values(sharded_state_dict), state if store.rank == 0 else None, rank=store.rank, codecs=store.codecs)
-            writer.raise_errors()
+            store.raise_errors()
             attempt = store.new_attempt(step)
         if agreement is not None:
             attempt = Attempt(run=store.run, step=step, save_id=agreement.share(what, attempt.save_id.encode()).decode())
@@ -138,7 +137,7 @@ class TierSaveShardedStrategy(AsyncSaveShardedStrategy):
         return handed[1]
 
     def _finish(self, ticket: Ticket, what: str) -> None:
-        wait_committed(self.home.writer, ticket, what)
+        wait_committed(self.home.store, ticket, what)
 
 
 class TierSaveCommonStrategy(SaveCommonStrategy):
