@@ -12,6 +12,7 @@ import botocore.loaders
 import hypothesis
 import pytest
 import tenacity
+from shaking import WAYS, Shaking
 
 from tierstore.testing.servers import MotoServer, NamedServer, S3Server, SeaweedServer
 
@@ -45,10 +46,14 @@ hypothesis.settings.register_profile("long", max_examples=2000, **PATIENT)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", default=False, help=f"repeat random and exhaustive checks much longer (or {LONG}=1)")
+    parser.addoption("--shake", type=int, metavar="SEED", help="run each test with threads and loop that come late, early or in fits")
+    parser.addoption("--shake-way", choices=WAYS, help="one way of shaking for all tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("long" if _is_long(config) else "ci")
+    if (seed := config.getoption("--shake")) is not None:
+        config.pluginmanager.register(Shaking(seed, config.getoption("--shake-way")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
