@@ -1,7 +1,8 @@
 """Scheduling that is unkind on purpose: ``--shake`` lets threads, the event loop or system calls come late, early or in fits.
 
-A test that holds only where a thread is quick enough fails here, sooner or later, instead of on somebody's busy machine. Each test is shaken in one way (`WAYS`), chosen by its name and a seed; what it draws is seeded too, so that a seed
-finds nearly the same again. Children that tests start are not shaken.
+A test that holds only where a thread is quick enough fails here, sooner or later, instead of on somebody's busy machine. Each test is
+shaken in one way (`WAYS`), chosen by its name and a seed; what it draws is seeded too, so that a seed finds nearly the same again.
+Children that tests start are not shaken.
 
     make test ARGS="--shake 7 tests/protocols"            each test in one of the ways
     make test ARGS="--shake 7 --shake-way late_start tests/protocols"
