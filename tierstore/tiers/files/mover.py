@@ -400,15 +400,15 @@ class Mover:
                 return True
         return False
 
-    async def clean(self, tier: Tier, put: FilePut, on_tier: OnTier) -> None:
-        """Deletes on a tier what a newer version has replaced there, but for what other lanes still copy from it."""
+    async def clean(self, tier: Tier, put: FilePut, on_tier: OnTier, *, than: Mark | None = None) -> None:
+        """Deletes on a tier what a newer version (`than`, or the newest there) has replaced, but for what lanes still copy from it."""
         keep = self.wanted_from(tier, put.key)
-        newest = on_tier.newest
+        newest = than or on_tier.newest
         if any(mark in keep and mark != newest for mark in on_tier.marks):
             self._kept.add((tier.name, put.key))
         else:
             self._kept.discard((tier.name, put.key))
-        await clean(tier, put.path, on_tier, is_folder=put.is_folder, keep=keep)
+        await clean(tier, put.path, on_tier, is_folder=put.is_folder, keep=keep, than=than)
 
     async def settled(self, item: Item) -> None:
         """An item came onto a tier. When it is everywhere, the tiers that kept an older version for it let it go."""

@@ -199,8 +199,7 @@ class Publisher:
     async def _clean(self, tier: Tier, put: FilePut, on_tier: OnTier) -> None:
         """Older versions go, but those that are still being carried on; what can't be deleted now stays for the next to find."""
         try:
-            keep = self._mover.wanted_from(tier, put.key)
-            await clean(tier, put.path, on_tier, is_folder=put.is_folder, keep=keep, than=put.mark)
+            await self._mover.clean(tier, put, on_tier, than=put.mark)
         except (StorageError, NotFoundError) as error:
             log.warning("tier=%s file=%r older versions stay for now: %s", tier.name, put.path, error.message)
 
