@@ -72,10 +72,11 @@ def run_ranks(
     return [json.loads(_read(room / f"{rank}.json") or "null") for rank in range(world_size)]
 
 
-def wait_only_for(agreement: Agreement, dead: Collection[int]) -> None:
+def wait_only_for(agreement: Agreement, dead: Collection[int], died: Path | None = None) -> None:
     """From now on the deadline of `agreement` on this rank holds for the ranks `dead` alone: those that live are waited for like all else.
 
-    Who waits for a deadline wants a short one, and a machine may stand still for longer than that, with any of the others.
+    Who waits for a deadline wants a short one, and a machine may stand still for longer than that, with any of the others. Nor has it
+    begun before the file `died` is there, which `die` makes: for ranks that die in the midst of it, and may be late before that.
     """
     get = agreement._get
 
@@ -83,13 +84,19 @@ def wait_only_for(agreement: Agreement, dead: Collection[int]) -> None:
         """Rank 0 says what ends in ``all``, and what it tells unasked; else the rank at the end of the key does."""
         last = key.rpartition("/")[2]
         speaker = int(last) if last.isdigit() and not key.startswith("told/") else 0
-        return get(key, end if speaker in dead else end + 200.0)
+        if speaker not in dead:
+            return get(key, end + 200.0)
+        while died is not None and not died.exists() and not agreement._store.check([key]) and time.monotonic() < end + 200.0:
+            time.sleep(0.01)
+        return get(key, end)
 
     agreement._get = patiently  # type: ignore[method-assign]
 
 
-def die() -> None:
-    """SIGKILL to this rank: no handler runs."""
+def die(died: Path | None = None) -> None:
+    """SIGKILL to this rank: no handler runs. `died`: a file that says so to the others."""
+    if died is not None:
+        died.touch()
     os.kill(os.getpid(), signal.SIGKILL)
 
 

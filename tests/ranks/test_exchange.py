@@ -175,13 +175,14 @@ def test_what_is_good_nowhere_is_told_on_every_rank(tmp_path: Path, failing: str
 
 def dies(rank: int, world_size: int, folder: Path, when: str) -> Any:
     tensors = truth()
-    reader = MemoryReader(tensors, dies=(2, die) if rank == 1 and when == "between" else None)
+    died = folder / "died"
+    reader = MemoryReader(tensors, dies=(2, lambda: die(died)) if rank == 1 and when == "between" else None)
     agreement = Agreement(deadline_s=60)
     agreement.share("all are there", b"")
     agreement.deadline_s = 2
-    wait_only_for(agreement, {1})
+    wait_only_for(agreement, {1}, died)
     if rank == 1 and when == "before":
-        die()
+        die(died)
     try:
         with Exchange(agreement, what="the load of step 1", budget_nbytes=TINY) as exchange:
             exchange.fill(reader, run, [wish(reader, name) for name in reader.index.names()])

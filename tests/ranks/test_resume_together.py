@@ -248,11 +248,12 @@ def one_dies(rank: int, world_size: int, folder: Path, where: str) -> Any:
         assert store.agreement is not None
         store.agreement.share("all are there", b"")
         store.agreement.deadline_s = 0.5
-        wait_only_for(store.agreement, {1})
+        died = folder / "died"
+        wait_only_for(store.agreement, {1}, died)
         if rank == 1:
             if where == "before":
-                die()
-            store._session.open_replica = lambda info, **options: die()  # type: ignore[method-assign,assignment]
+                die(died)
+            store._session.open_replica = lambda info, **options: die(died)  # type: ignore[method-assign,assignment]
         try:
             store.resume(into=state_of(-1, -1), fallback=True)
         except TierStoreError as error:

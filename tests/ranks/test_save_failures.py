@@ -94,17 +94,17 @@ def dies_in(rank: int, world_size: int, folder: Path, moment: str, dead: int = 1
     store.agreement.share("all know of the first save", b"")
     if moment in TOGETHER:  # later nobody waits for the dead in an agreement
         store.agreement.deadline_s = 0.5
-        wait_only_for(store.agreement, {dead})
+        wait_only_for(store.agreement, {dead}, folder / "died")
     if rank == dead:
         if moment == "before the agreement":
-            die()
+            die(folder / "died")
         target = {
             "before it is ready": "tierstore.state.ranks.JointSave.ready",
             "while it copies": "tierstore.state.stage.copy_all",
             "before its shard": "tierstore.tiers.persist.HashingSource",
             "before its part record": "tierstore.tiers.persist.encode_part",
         }[moment]
-        patch.setattr(target, lambda *args, **kwargs: die())
+        patch.setattr(target, lambda *args, **kwargs: die(folder / "died"))
     elif moment not in TOGETHER:
         living = {0, 1, 2} - {dead}
         threading.Thread(target=clock.pass_commit_timeout, args=(folder, 2, living), daemon=True).start()
