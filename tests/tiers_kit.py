@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -219,8 +220,13 @@ class Gate:
 
 
 async def was_set(event: threading.Event) -> None:
-    """Returns when the test has set it. No thread waits: a loop has four, and with all of them here nothing else would get on."""
-    while not event.is_set():  # noqa: ASYNC110 - threads set it
+    """Returns when the test has set it. No thread waits: a loop has four, and with all of them here nothing else would get on.
+
+    A test that failed before it got there says so: the store that it closes does not wait for ever.
+    """
+    end = time.monotonic() + 240
+    while not event.is_set():
+        assert time.monotonic() < end, "the test never let this go on"
         await asyncio.sleep(0.005)
 
 
