@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import secrets
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import botocore.loaders
@@ -109,6 +111,25 @@ def cheap_fsync(pytestconfig: pytest.Config) -> Iterator[None]:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: os.fstat(fd if isinstance(fd, int) else fd.fileno()) and None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def listings_beside_deletions() -> Iterator[None]:
+    """A folder that goes while `Path.rglob` lists it has nothing in it, as from Python 3.13: stores work while tests look around."""
+    list_it = getattr(Path, "_scandir", None)
+    if list_it is None:
+        yield
+        return
+
+    def list_what_is_there(folder: Path) -> Any:
+        try:
+            return list_it(folder)
+        except FileNotFoundError:
+            return contextlib.nullcontext(())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "_scandir", list_what_is_there)
         yield
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from folder_kit import files_below
 from test_unchanged_once_direct import KEEP, config, findings, keeper, session_of, stored
 from test_unchanged_once_direct import save as save_steps
 from tiers_kit import SteppedClock
@@ -84,7 +86,9 @@ def test_shards_that_stayed_of_a_deleted_base_are_no_orphans_when_the_log_is_los
         let_go(session, clock)
     shutil.rmtree(tmp_path / "pfs" / "r" / ".log")
     shutil.rmtree(tmp_path / "pfs" / "r" / ".audit")  # as whoever collects is told to, who says that the logs are gone for good
-    clock.advance(DAY_S)
+    for path in files_below(tmp_path / "pfs"):  # whatever day it is where this runs
+        os.utime(path, (clock.now().timestamp(),) * 2)
+    clock.advance(2 * DAY_S)
     with session_of(tmp_path, clock, codec="raw", retention=KEEP) as session:
         session.run(recover(session.tiers, "r", clock=clock))
         assert "its log was lost; its bytes on pfs are kept for step 3" in let_go(session, clock)
