@@ -16,7 +16,7 @@ from tierstore.errors import IntegrityError, TemporaryError
 from tierstore.storage.packed import PackedStorage, Packing
 from tierstore.storage.s3 import S3Storage
 from tierstore.storage.sources import BytesSource
-from tierstore.testing.proxy import CuttingProxy
+from tierstore.testing.proxy import CuttingProxy, Rule
 from tierstore.testing.servers import S3Server
 from tierstore.testing.sources import FailingSource, GatedSource, GrowingSource, PatternSource, pattern
 
@@ -34,10 +34,12 @@ def test_a_killed_upload_of_a_packed_file_goes_on_with_its_parts(s3_server: S3Se
     data = training_shard(layers=3, rows=1500)  # 28 MB packed
     packing = Packing(master_once=True)
     uri = f"{s3_bucket}/{tmp_path.name}"
-    # One part at a time: none is on its way when the process dies, which the server would take in at its leisure, while we look.
-    killed = PackedStorage(S3Storage(uri, s3_server.options(), part_nbytes=5 * MIB, concurrency=1), packing)
-    (tmp_path / "plan").write_bytes(pickle.dumps((killed, SHARD, data)))
-    ended = run_forked(PROGRAM, str(tmp_path / "plan"), env={"TIERSTORE_CRASH_AT": "s3.after-part:3"})
+    with CuttingProxy(s3_server.endpoint_url) as proxy:
+        proxy.add(Rule(method="PUT", path="partNumber=", action="stall"))  # it is on its way when the process dies, and never arrives
+        options = {**s3_server.options(), "endpoint_url": proxy.endpoint_url}
+        killed = PackedStorage(S3Storage(uri, options, part_nbytes=5 * MIB, concurrency=2), packing)
+        (tmp_path / "plan").write_bytes(pickle.dumps((killed, SHARD, data)))
+        ended = run_forked(PROGRAM, str(tmp_path / "plan"), env={"TIERSTORE_CRASH_AT": "s3.after-part:3"})
     assert ended.returncode == 86, ended.stderr
 
     with CuttingProxy(s3_server.endpoint_url) as proxy:

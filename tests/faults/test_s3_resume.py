@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,21 @@ def any_server(request: pytest.FixtureRequest) -> S3Server:
 
 
 @pytest.mark.s3
-def test_a_killed_process_leaves_parts_and_the_next_one_sends_only_the_missing_ones(any_server: S3Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("arrives", [False, True], ids=["lost", "unanswered"])
+def test_a_killed_process_leaves_parts_and_the_next_one_sends_only_the_missing_ones(
+    any_server: S3Server, tmp_path: Path, arrives: bool
+) -> None:
+    """One part is on its way when the process dies: its server never hears of it, or has taken it in and could not say so."""
     uri, nbytes, parts = f"s3://{any_server.make_bucket('resumed')}/{tmp_path.name}", 30 * MIB + 17, 7
-    # One part at a time: none is on its way when the process dies, which the server would take in at its leisure, while we look.
-    killed = S3Storage(uri, any_server.options(), part_nbytes=5 * MIB, concurrency=1)
-    (tmp_path / "plan").write_bytes(pickle.dumps((killed, nbytes)))
-    ended = run_forked(PROGRAM, str(tmp_path / "plan"), env={"TIERSTORE_CRASH_AT": "s3.after-part:3"})
+    with CuttingProxy(any_server.endpoint_url) as proxy:
+        one = proxy.add(Rule(method="PUT", path="partNumber=", action="silence" if arrives else "stall"))
+        others = proxy.add(Rule(method="PUT", path="partNumber=", action="hold", times=10**9))
+        killed = S3Storage(uri, {**any_server.options(), "endpoint_url": proxy.endpoint_url}, part_nbytes=5 * MIB, concurrency=2)
+        (tmp_path / "plan").write_bytes(pickle.dumps((killed, nbytes)))
+        waiting = threading.Thread(target=lambda: ((one.silenced if arrives else one.reached).wait(100), others.release()))
+        waiting.start()
+        ended = run_forked(PROGRAM, str(tmp_path / "plan"), env={"TIERSTORE_CRASH_AT": "s3.after-part:3"})
+        waiting.join()
     assert ended.returncode == 86, ended.stderr
 
     with CuttingProxy(any_server.endpoint_url) as proxy:
@@ -57,7 +67,7 @@ def test_a_killed_process_leaves_parts_and_the_next_one_sends_only_the_missing_o
             (upload,) = (await storage._requests.send("x", "", "list_multipart_uploads", Prefix=storage._root))["Uploads"]
             there = await storage._requests.send("x", "", "list_parts", Key=upload["Key"], UploadId=upload["UploadId"])
             held = len(there["Parts"])
-            assert held == 3
+            assert held == 3 + arrives
             proxy.clear()
             info = await storage.write_on("file", PatternSource(pattern(nbytes)))
             assert proxy.count("PUT", "partNumber=") == parts - held

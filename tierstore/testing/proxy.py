@@ -23,7 +23,7 @@ from tierstore.errors import TemporaryError
 
 __all__ = ["CuttingProxy", "LatencyProxy", "Rule"]
 
-Action = Literal["cut-before", "cut-after", "cut-body", "stall", "answer", "hold"]
+Action = Literal["cut-before", "cut-after", "cut-body", "stall", "silence", "answer", "hold"]
 _HEAD_LIMIT = 1 << 20
 _PIECE_NBYTES = 1 << 16
 _OURS = "tierstore-proxy"
@@ -38,7 +38,8 @@ class Rule:
 
     ``cut-before``: the connection ends before the server hears of it. ``cut-after``: the server does it and answers, and the
     connection ends instead. ``cut-body``: the answer's body ends after `nbytes`. ``stall``: the server never hears of it, and nothing
-    comes back. ``answer``: `status` and `body` come back, the server never hears of it. ``hold``: it waits until `release`.
+    comes back. ``silence``: the server does it and answers, and nothing comes back. ``answer``: `status` and `body` come back, the
+    server never hears of it. ``hold``: it waits until `release`.
     """
 
     method: str = ".*"
@@ -59,6 +60,8 @@ class Rule:
     """How many requests matched so far."""
     reached: threading.Event = field(default_factory=threading.Event)
     """Set when it happened for the first time."""
+    silenced: threading.Event = field(default_factory=threading.Event)
+    """Set when a server's answer was kept back for the first time."""
     released: threading.Event = field(default_factory=threading.Event)
 
     def hit(self, method: str, target: str) -> bool:
@@ -232,6 +235,9 @@ class CuttingProxy:
             exchange = waiting.popleft()
             if exchange.rule is not None and exchange.rule.action == "cut-after":
                 raise _Cut
+            if exchange.rule is not None and exchange.rule.action == "silence":
+                exchange.rule.silenced.set()
+                await asyncio.Event().wait()
             writer.write(head)
             if exchange.method != "HEAD" and status not in (204, 304):
                 limit = exchange.rule.nbytes if exchange.rule is not None and exchange.rule.action == "cut-body" else None
