@@ -253,7 +253,7 @@ def one_dies(rank: int, world_size: int, folder: Path, where: str) -> Any:
         if rank == 1:
             if where == "before":
                 die(died)
-            store._session.open_replica = lambda info, **options: die(died)  # type: ignore[method-assign,assignment]
+            store._session.open_replica = lambda info, **options: die(died)  # type: ignore[method-assign]
         try:
             store.resume(into=state_of(-1, -1), fallback=True)
         except TierStoreError as error:
