@@ -170,7 +170,10 @@ def test_ctrl_c_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
                 raise AssertionError(f"nothing was written: {process.communicate()}")
             time.sleep(0.005)
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=120)
+        try:
+            _, told = process.communicate(timeout=120)
+        finally:
+            process.kill()  # or one that did not hear of it would be waited for without end
     assert process.returncode == 130, told
     assert "interrupted" in told
     assert not (to / "model.safetensors.index.json").exists()

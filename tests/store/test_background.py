@@ -125,14 +125,17 @@ def resident_nbytes() -> int:
 
 
 def test_thirty_saves_take_no_more_memory_than_ten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # case 38
-    state = {"w": torch.zeros(1 << 20)}  # 4 MiB: thirty that stayed would be 120
+    state = {"w": torch.zeros(1 << 20)}  # 4 MiB: fifteen that stayed would be 60
     with open_over(monkeypatch, unsynced, tmp_path, rules=RULES, io={"max_inflight": "16MiB"}) as store:
-        for step in range(10):
-            store.save(step, state)
-        store.sync(timeout=200)
-        before = resident_nbytes()
-        for step in range(10, 40):
-            store.save(step, state)
-            assert store._worker._queue.in_flight_nbytes <= 16 << 20
-        store.sync(timeout=200)
-        assert resident_nbytes() - before < 64 << 20  # threads' arenas and the allocator's rest come and go by some MiB
+
+        def growth(steps: range) -> int:
+            before = resident_nbytes()
+            for step in steps:
+                store.save(step, state)
+                assert store._worker._queue.in_flight_nbytes <= 16 << 20
+            store.sync(timeout=200)
+            return resident_nbytes() - before
+
+        growth(range(10))
+        # Threads' arenas and the allocator's rest come and go by some MiB; what stays of each save is there both times.
+        assert min(growth(range(10, 25)), growth(range(25, 40))) < 24 << 20

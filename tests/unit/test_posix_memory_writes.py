@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -272,7 +273,10 @@ def test_a_thread_that_hangs_in_one_piece_is_abandoned_after_the_deadline(tmp_pa
 
     asyncio.run(main())
     syscalls.released.set()
-    assert leftovers(tmp_path) == []
+    end = time.monotonic() + 120
+    while leftovers(tmp_path):  # the cleanup has a thread of its own, which may be late too
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def test_a_write_that_gets_on_may_take_longer_than_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
