@@ -202,8 +202,10 @@ def test_a_store_shows_bars_while_it_is_closed_at_a_terminal(
             await asyncio.to_thread(drawn.wait, 250)  # or all may be there before there is anything to show
 
     def look() -> None:
-        terminal.wait_for(r"(near|far) +[━╸╺]+")
-        drawn.set()
+        try:
+            terminal.wait_for(r"(near|far) +[━╸╺]+")
+        finally:
+            drawn.set()
 
     monkeypatch.setattr(
         "tierstore.tiers.opening.open_storage",
