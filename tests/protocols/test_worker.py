@@ -22,6 +22,7 @@ from tierstore.errors import (
     ClosedError,
     CondemnedError,
     DeadlineError,
+    IntegrityError,
     SaveError,
     StorageError,
     TemporaryError,
@@ -343,6 +344,18 @@ def test_of_two_failures_the_one_that_was_told_hides_no_other(tmp_path: Path, at
         with pytest.raises(SaveError, match=r"step 2 .*nvme"):
             worker.close(120) if at_close else worker.raise_errors()
         worker.close(120)
+
+
+def test_close_waits_for_no_commit_that_was_given_up(tmp_path: Path) -> None:
+    """The copies to further tiers waited for it for ever, and `close` without a deadline for them."""
+    with LoopSession(folder_tiers(tmp_path, SHORT)) as session:
+        worker = Worker(session, "r", options=FAST)
+        hook(session, "nvme", Gate("read_into", error=lambda: IntegrityError("its only copy is damaged"), matching="/shard-"))
+        ticket = worker.submit(save_job(new_attempt("r", 1)))
+        with pytest.raises(SaveError, match="its only copy is damaged"):
+            ticket.wait("committed", 120)
+        with pytest.raises(SaveError, match=r"step 1 .*copying to tier 'pfs' failed"):
+            worker.close()
 
 
 def test_an_error_that_nobody_saw_is_raised_at_close(tmp_path: Path) -> None:

@@ -343,6 +343,8 @@ class Engine:
         save.ticket.fail(error, levels=levels)
         if levels is None:
             self.saves.pop(attempt, None)
+            for lane in self.lanes.values():  # what waits there for the commit would wait for ever, and `close` for that
+                lane.disown(attempt)
 
     # ---- questions
 

@@ -130,6 +130,13 @@ class Lane:
             entry.not_before, entry.pause_s = 0.0, 0.0
             self._wake.set()
 
+    def disown(self, attempt: Attempt) -> None:
+        """This process answers for an attempt no more: it is waited for no longer than others' are."""
+        entry = self._entries.get(attempt)
+        if entry is not None:
+            entry.own = False
+            self.nudge(attempt)
+
     @property
     def failing_s(self) -> float:
         """For how long every try on this tier has failed, in seconds; 0 while it works."""
